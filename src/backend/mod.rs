@@ -1,0 +1,2 @@
+//! Devices and their kernels.
+pub mod cpu;

@@ -1,0 +1,315 @@
+//! One error type for each moment at which something can go wrong: loading, configuring, text, submitting, running.
+//! Every message names the thing, what was expected and what was found.
+#![forbid(unsafe_code)]
+
+use crate::dtype::FormatId;
+use crate::ids::{SeqId, TokenId};
+use std::io;
+use std::path::{Path, PathBuf};
+use thiserror::Error;
+
+/// What can be wrong with a model's files.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The operating system refused.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The bytes are not what their format says.
+    #[error("{file}: {at}: expected {expected}, found {found}")]
+    Malformed {
+        /// The file, or what stands for it when the bytes came from memory.
+        file: String,
+        /// The field, tensor or offset.
+        at: String,
+        /// What the format demands there.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// A valid file that this crate does not read.
+    #[error("{file}: {what} is not supported: found {found}, supported: {supported}")]
+    Unsupported {
+        /// The file.
+        file: String,
+        /// The feature.
+        what: String,
+        /// The file's choice.
+        found: String,
+        /// The choices that would do.
+        supported: String,
+    },
+    /// A tensor that the architecture needs is not there.
+    #[error("tensor {name} is missing ({role})")]
+    MissingTensor {
+        /// The name looked for.
+        name: String,
+        /// What it would have been used for.
+        role: String,
+    },
+    /// A tensor that nothing asked for.
+    #[error("tensor {name} does not belong to a {arch} model of this configuration")]
+    ExtraTensor {
+        /// The tensor.
+        name: String,
+        /// The architecture.
+        arch: String,
+    },
+    /// A tensor's shape disagrees with the configuration.
+    #[error("tensor {tensor}: expected shape {expected:?}, found {found:?}")]
+    Shape {
+        /// The tensor.
+        tensor: String,
+        /// Rows first.
+        expected: Vec<usize>,
+        /// Rows first.
+        found: Vec<usize>,
+    },
+    /// A tensor is stored in a way that its use does not allow.
+    #[error("tensor {tensor}: stored as {found}, {expected} needed")]
+    TensorFormat {
+        /// The tensor.
+        tensor: String,
+        /// What would do.
+        expected: &'static str,
+        /// What it is.
+        found: FormatId,
+    },
+    /// A row is not a whole number of the format's blocks.
+    #[error("tensor {tensor}: rows of {row_len} values are not whole blocks of {block_len} ({format})")]
+    PartialBlock {
+        /// The tensor.
+        tensor: String,
+        /// Values in a row.
+        row_len: usize,
+        /// Values in a block.
+        block_len: usize,
+        /// The format.
+        format: FormatId,
+    },
+    /// The caller's progress callback said stop.
+    #[error("loading was cancelled at {done_bytes} of {total_bytes} bytes")]
+    Cancelled {
+        /// Bytes done.
+        done_bytes: u64,
+        /// Bytes in all.
+        total_bytes: u64,
+    },
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The tokenizer or the chat template is wrong.
+    #[error(transparent)]
+    Text(#[from] TextError),
+}
+
+impl LoadError {
+    pub(crate) fn io(path: &Path, source: io::Error) -> Self {
+        LoadError::Io { path: path.to_owned(), source }
+    }
+
+    pub(crate) fn malformed(
+        file: impl Into<String>,
+        at: impl Into<String>,
+        expected: impl Into<String>,
+        found: impl ToString,
+    ) -> Self {
+        LoadError::Malformed { file: file.into(), at: at.into(), expected: expected.into(), found: found.to_string() }
+    }
+}
+
+/// What can be wrong with a model's configuration or with the caller's settings for an engine.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A field without which the model has no meaning.
+    #[error("config: {field} is missing")]
+    Missing {
+        /// The field, as the file would spell it.
+        field: String,
+    },
+    /// A field has a value that makes no sense.
+    #[error("config: {field}: expected {expected}, found {found}")]
+    Invalid {
+        /// The field.
+        field: String,
+        /// What would do.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
+    /// No architecture of that name.
+    #[error("architecture {found} is not known; known: {known}")]
+    UnknownArch {
+        /// The name in the file.
+        found: String,
+        /// The names in the table.
+        known: String,
+    },
+    /// More memory than the caller allowed.
+    #[error("{what} needs {needed_bytes} bytes, {limit_bytes} allowed")]
+    Memory {
+        /// What was about to be allocated.
+        what: &'static str,
+        /// Bytes it takes.
+        needed_bytes: u64,
+        /// Bytes there are.
+        limit_bytes: u64,
+    },
+}
+
+impl ConfigError {
+    pub(crate) fn invalid(field: impl Into<String>, expected: impl Into<String>, found: impl ToString) -> Self {
+        ConfigError::Invalid { field: field.into(), expected: expected.into(), found: found.to_string() }
+    }
+}
+
+/// What can be wrong with text: the tokenizer's tables, a chat template, a conversation.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum TextError {
+    /// The tokenizer's tables contradict each other or cannot be read.
+    #[error("tokenizer: {at}: expected {expected}, found {found}")]
+    Tokenizer {
+        /// The table or file.
+        at: String,
+        /// What it should hold.
+        expected: String,
+        /// What it holds.
+        found: String,
+    },
+    /// The chat template does not compile, or failed on these messages.
+    #[error("chat template: {message}")]
+    Template {
+        /// The template engine's own words, with the line.
+        message: String,
+    },
+    /// The model came without what was asked for.
+    #[error("the model has no {what}")]
+    Absent {
+        /// A tokenizer, or a chat template.
+        what: &'static str,
+    },
+}
+
+/// Why a request was refused at the door. The engine is as it was.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum SubmitError {
+    /// Nothing to run.
+    #[error("the prompt is empty")]
+    EmptyPrompt,
+    /// Nothing to generate.
+    #[error("max_tokens is 0")]
+    NoTokens,
+    /// A token outside the vocabulary.
+    #[error("token {token} at {at} is outside the vocabulary of {vocab}")]
+    UnknownToken {
+        /// The token.
+        token: TokenId,
+        /// Its index in the prompt.
+        at: usize,
+        /// Tokens there are.
+        vocab: usize,
+    },
+    /// Longer than the model or the engine can ever hold.
+    #[error("{tokens} tokens (prompt and what may be generated) do not fit {what} of {limit}")]
+    TooLong {
+        /// Prompt plus `max_tokens`.
+        tokens: usize,
+        /// What they exceed: the context, or the cache.
+        what: &'static str,
+        /// Tokens that would fit.
+        limit: usize,
+    },
+    /// A sampling parameter out of its range.
+    #[error("{name}: expected {expected}, found {found}")]
+    Parameter {
+        /// The parameter.
+        name: &'static str,
+        /// Its range.
+        expected: &'static str,
+        /// What was given.
+        found: String,
+    },
+    /// As many sequences as the engine was built for.
+    #[error("{limit} sequences are in the engine already")]
+    QueueFull {
+        /// The bound.
+        limit: usize,
+    },
+    /// No such sequence, or it is not in a state that allows the call.
+    #[error("sequence {seq}: expected {expected}, found {found}")]
+    Sequence {
+        /// The sequence.
+        seq: SeqId,
+        /// States that would do.
+        expected: &'static str,
+        /// Its state.
+        found: &'static str,
+    },
+}
+
+/// What can go wrong while the model runs.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The logits of a row hold a NaN: the weights or the arithmetic are broken, and any token would be a lie.
+    #[error("logits of sequence {seq} hold a NaN at token {token}")]
+    NanLogits {
+        /// The sequence.
+        seq: SeqId,
+        /// The first such token.
+        token: TokenId,
+    },
+    /// Every token is ruled out.
+    #[error("no token is left for sequence {seq}: every logit is -inf")]
+    NoToken {
+        /// The sequence.
+        seq: SeqId,
+    },
+    /// A batch larger than the model's buffers.
+    #[error("batch: {what}: {found} exceeds {limit}")]
+    BatchTooLarge {
+        /// Tokens, rows, sequences or blocks.
+        what: &'static str,
+        /// In the batch.
+        found: usize,
+        /// In the buffers.
+        limit: usize,
+    },
+    /// The device failed.
+    #[error("{device}: {message}")]
+    Device {
+        /// Which.
+        device: String,
+        /// What it said.
+        message: String,
+    },
+}
+
+/// Any of them.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// See [`LoadError`].
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// See [`ConfigError`].
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// See [`TextError`].
+    #[error(transparent)]
+    Text(#[from] TextError),
+    /// See [`SubmitError`].
+    #[error(transparent)]
+    Submit(#[from] SubmitError),
+    /// See [`RunError`].
+    #[error(transparent)]
+    Run(#[from] RunError),
+}
