@@ -1,2 +1,242 @@
-//! Devices and their kernels.
+//! One device and its kernels: about sixteen fused operations over buffers that the caller owns, so that a step allocates
+//! nothing. A backend knows tensors, batches and attention dimensions; it knows no model family, sequence or scheduler.
+//!
+//! Invariant: a row's result depends on that row, its position and the cache alone: not on other rows, on how many there
+//! are, on threads, nor on how the device splits the work.
+#![forbid(unsafe_code)]
+
 pub mod cpu;
+
+use crate::arch::{Activation, AttnDims, NormSpec, RopeStyle};
+use crate::batch::{Batch, BatchLimits};
+use crate::dtype::{FormatId, KvDType};
+use crate::error::{LoadError, RunError};
+use crate::ids::BlockId;
+use crate::weights::TensorView;
+
+/// A tensor that becomes part of a weight matrix.
+#[derive(Clone, Copy, Debug)]
+pub struct WeightPart<'a> {
+    /// For messages.
+    pub name: &'a str,
+    /// `[rows, columns]`.
+    pub view: TensorView<'a>,
+    /// How its rows are to be read.
+    pub order: RowOrder,
+}
+
+/// The order in which a tensor's rows lie.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum RowOrder {
+    /// As they are.
+    #[default]
+    Natural,
+    /// GGUF's Llama files interleave the two halves of each of `heads` heads' rows: row `2i + j` of a head in the file is
+    /// row `j * head_dim / 2 + i`.
+    Interleaved {
+        /// Heads in the tensor.
+        heads: usize,
+    },
+}
+
+impl RowOrder {
+    /// The row of the file that is row `row` of the matrix of `rows` rows.
+    pub fn source_row(self, row: usize, rows: usize) -> usize {
+        match self {
+            RowOrder::Natural => row,
+            RowOrder::Interleaved { heads } => {
+                let dim = rows / heads;
+                let (head, r) = (row / dim, row % dim);
+                head * dim + 2 * (r % (dim / 2)) + r / (dim / 2)
+            }
+        }
+    }
+}
+
+/// Where heads lie in the rows of a buffer: head h of row t starts at `t * stride + offset + h * dim`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Heads {
+    /// Values from one row to the next.
+    pub stride: usize,
+    /// Values before the first head.
+    pub offset: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Values in a head.
+    pub dim: usize,
+}
+
+/// The KV cache of a model.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KvShape {
+    /// One entry a layer.
+    pub layers: Vec<AttnDims>,
+    /// Blocks in the pool, shared by all layers: block b of a sequence is block b in each layer.
+    pub blocks: usize,
+    /// Tokens in a block: a power of two from 16 on.
+    pub block_size: usize,
+    /// Type of the stored values.
+    pub dtype: KvDType,
+}
+
+/// What one call of [`Backend::attention`] computes.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct AttnArgs {
+    /// Shapes.
+    pub dims: AttnDims,
+    /// Factor on q times k.
+    pub scale: f32,
+    /// A token sees itself and the `window - 1` before it.
+    pub window: Option<usize>,
+    /// `cap * tanh(score / cap)` on the scaled scores.
+    pub softcap: Option<f32>,
+}
+
+/// A device. Buffers hold f32; `rows` counts rows in use, from the first on. Work may be queued: only
+/// [`download`](Backend::download) waits.
+///
+/// Contract of every operation: buffers are at least `rows` times the width long (a shorter one is a bug and may panic), and
+/// shapes agree with what was given at construction.
+pub trait Backend: Send + Sized + 'static {
+    /// Activations.
+    type Buf: Send;
+    /// A weight matrix `[N, K]`, laid out for the kernels.
+    type Weight: Send + Sync;
+    /// The paged KV cache of all layers.
+    type Kv: Send;
+    /// A batch's index arrays on the device, and scratch sized for the largest batch.
+    type Step: Send;
+
+    /// Device, kernel tier and threads in one line, for people.
+    fn describe(&self) -> String;
+
+    /// The kernel tier's name: `scalar`, `avx2`, ...
+    fn tier(&self) -> &'static str;
+
+    // Memory. The `*_bytes` functions say beforehand what the others allocate, to the byte but for the allocator's rounding.
+
+    /// Bytes of a matrix part of `rows` by `columns` stored as `format`.
+    fn weight_bytes(&self, format: FormatId, rows: usize, columns: usize) -> u64;
+
+    /// Bytes of a cache.
+    fn kv_bytes(&self, shape: &KvShape) -> u64;
+
+    /// Bytes of the scratch for a step: `max_columns` is the largest K of any matrix.
+    fn step_bytes(&self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> u64;
+
+    /// A buffer of `len` zeros.
+    fn buf(&mut self, len: usize) -> Result<Self::Buf, RunError>;
+
+    /// A vector (norm weights, a bias) as f32, the parts one after the other.
+    fn vector(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Buf, LoadError>;
+
+    /// A matrix: the parts' rows one after the other. Parts may differ in format, not in columns.
+    fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Weight, LoadError>;
+
+    /// The cache, zeroed.
+    fn kv(&mut self, shape: &KvShape) -> Result<Self::Kv, RunError>;
+
+    /// Index arrays and scratch for batches up to `limits` with matrices of up to `max_columns` columns.
+    fn step(&mut self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> Result<Self::Step, RunError>;
+
+    // A step. T tokens in the batch, R rows wanted.
+
+    /// Takes the batch's arrays over.
+    fn begin(&mut self, batch: &Batch, step: &mut Self::Step) -> Result<(), RunError>;
+
+    /// Copies host values to the start of `buf`.
+    fn upload(&mut self, values: &[f32], buf: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// `out[t] = table[token t] * scale`, `[T, K]`.
+    fn embed(&mut self, step: &Self::Step, table: &Self::Weight, scale: f32, out: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// `x += delta` where there is a delta, then `out = norm(x) * weight (+ bias)`, each `[rows, width]`.
+    #[allow(clippy::too_many_arguments)]
+    fn add_norm(
+        &mut self,
+        rows: usize,
+        width: usize,
+        x: &mut Self::Buf,
+        delta: Option<&Self::Buf>,
+        norm: &NormSpec,
+        weight: &Self::Buf,
+        bias: Option<&Self::Buf>,
+        out: &mut Self::Buf,
+    ) -> Result<(), RunError>;
+
+    /// `out[rows, N] = x[rows, K] * w^T (+ bias)`.
+    fn linear(
+        &mut self,
+        rows: usize,
+        x: &Self::Buf,
+        w: &Self::Weight,
+        bias: Option<&Self::Buf>,
+        step: &mut Self::Step,
+        out: &mut Self::Buf,
+    ) -> Result<(), RunError>;
+
+    /// Rotates the first `rotary` values of each head in place. `angles` is `[T, rotary]`: per row `rotary / 2` cosines,
+    /// then as many sines.
+    fn rope(
+        &mut self,
+        rows: usize,
+        x: &mut Self::Buf,
+        heads: Heads,
+        angles: &Self::Buf,
+        rotary: usize,
+        style: RopeStyle,
+    ) -> Result<(), RunError>;
+
+    /// Writes the step's keys and values to their slots; both lie in `kv_src`.
+    fn kv_write(
+        &mut self,
+        step: &Self::Step,
+        kv_src: &Self::Buf,
+        k: Heads,
+        v: Heads,
+        kv: &mut Self::Kv,
+        layer: usize,
+    ) -> Result<(), RunError>;
+
+    /// Causal attention of the step's queries over the cache, `out` is `[T, heads * v_dim]`. The step's own keys and values
+    /// were written before.
+    #[allow(clippy::too_many_arguments)]
+    fn attention(
+        &mut self,
+        step: &mut Self::Step,
+        args: &AttnArgs,
+        q_src: &Self::Buf,
+        q: Heads,
+        kv: &Self::Kv,
+        layer: usize,
+        out: &mut Self::Buf,
+    ) -> Result<(), RunError>;
+
+    /// `out[rows, width] = act(x[.., ..width]) * x[.., width..]`, `x` being `[rows, 2 * width]`.
+    fn gate(&mut self, rows: usize, width: usize, act: Activation, x: &Self::Buf, out: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// `out[r] = x[rows wanted[r]]`, `[R, width]`.
+    fn gather(&mut self, step: &Self::Step, width: usize, x: &Self::Buf, out: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// `x = softcap(x * scale)` over `len` values; no cap: the factor alone.
+    fn scale_cap(&mut self, len: usize, scale: f32, softcap: Option<f32>, x: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// Copies whole blocks, in all layers, in order.
+    fn copy_blocks(&mut self, kv: &mut Self::Kv, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError>;
+
+    /// Waits for everything queued and copies the first `out.len()` values.
+    fn download(&mut self, buf: &Self::Buf, out: &mut [f32]) -> Result<(), RunError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interleaved_rows_are_found() {
+        // Two heads of four rows: the file holds 0 2 1 3 of each head.
+        let order = RowOrder::Interleaved { heads: 2 };
+        let rows: Vec<_> = (0..8).map(|r| order.source_row(r, 8)).collect();
+        assert_eq!(rows, [0, 2, 1, 3, 4, 6, 5, 7]);
+    }
+}

@@ -1,1 +1,1 @@
-//! (being written)
+//! Storage formats: what the bytes of a block mean. (Being written.)
