@@ -1,1 +1,141 @@
-//! (being written)
+//! From files to a model, and the one forward pass. A model knows tokens, positions and cache blocks; it knows no sequence,
+//! request or scheduler.
+//!
+//! Invariant: a row of logits depends only on tokens, positions and cache content.
+#![forbid(unsafe_code)]
+
+mod files;
+mod load;
+mod plan;
+mod transformer;
+
+pub use files::{ModelFiles, OpenOptions};
+pub use plan::{MemoryPlan, ModelLimits};
+pub use transformer::Transformer;
+
+use crate::arch::ModelSpec;
+use crate::batch::{Batch, BatchLimits};
+use crate::error::RunError;
+use crate::ids::BlockId;
+
+/// What a step is to leave in [`Logits`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Want {
+    /// Logits of the wanted rows.
+    pub logits: bool,
+    /// Hidden states of the wanted rows, after the final norm.
+    pub hidden: bool,
+}
+
+/// Results of a step, `[R, ..]` in the order of the batch's rows. The caller owns it; its memory is kept from step to step.
+#[derive(Clone, Debug, Default)]
+pub struct Logits {
+    rows: usize,
+    vocab: usize,
+    width: usize,
+    logits: Vec<f32>,
+    hidden: Vec<f32>,
+}
+
+impl Logits {
+    /// Room for `rows` rows, so that no step allocates.
+    pub fn with_capacity(rows: usize, spec: &ModelSpec, want: Want) -> Self {
+        let room = |wanted: bool, width: usize| Vec::with_capacity(if wanted { rows * width } else { 0 });
+        Logits {
+            rows: 0,
+            vocab: spec.vocab,
+            width: spec.hidden,
+            logits: room(want.logits, spec.vocab),
+            hidden: room(want.hidden, spec.hidden),
+        }
+    }
+
+    /// Bytes of [`with_capacity`](Self::with_capacity).
+    pub fn bytes(rows: usize, spec: &ModelSpec, want: Want) -> u64 {
+        let width = if want.logits { spec.vocab } else { 0 } + if want.hidden { spec.hidden } else { 0 };
+        4 * rows as u64 * width as u64
+    }
+
+    /// Prepares for a step's results: as many rows, zeroed. For implementations of [`Model`].
+    pub fn reset(&mut self, rows: usize, vocab: usize, width: usize, want: Want) {
+        (self.rows, self.vocab, self.width) = (rows, vocab, width);
+        self.logits.clear();
+        self.hidden.clear();
+        self.logits.resize(if want.logits { rows * vocab } else { 0 }, 0.0);
+        self.hidden.resize(if want.hidden { rows * width } else { 0 }, 0.0);
+    }
+
+    /// Rows, R.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Logits of row `r`, `[vocab]`, or nothing where none were wanted.
+    pub fn row(&self, r: usize) -> &[f32] {
+        self.logits.get(r * self.vocab..(r + 1) * self.vocab).unwrap_or(&[])
+    }
+
+    /// Logits of row `r`, to be written.
+    pub fn row_mut(&mut self, r: usize) -> &mut [f32] {
+        self.logits.get_mut(r * self.vocab..(r + 1) * self.vocab).unwrap_or(&mut [])
+    }
+
+    /// Hidden state of row `r` after the final norm, `[hidden]`, or nothing where none were wanted.
+    pub fn hidden(&self, r: usize) -> &[f32] {
+        self.hidden.get(r * self.width..(r + 1) * self.width).unwrap_or(&[])
+    }
+
+    fn all_mut(&mut self) -> (&mut [f32], &mut [f32]) {
+        (&mut self.logits, &mut self.hidden)
+    }
+}
+
+/// How far a step has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Progress {
+    /// The pause was taken: call [`Model::advance`] again.
+    Paused,
+    /// The results are there.
+    Done,
+}
+
+/// Tokens in, rows of logits out.
+pub trait Model: Send {
+    /// The model's numbers.
+    fn spec(&self) -> &ModelSpec;
+
+    /// The largest batch.
+    fn limits(&self) -> BatchLimits;
+
+    /// Tokens in a block of the cache.
+    fn block_size(&self) -> usize;
+
+    /// Blocks in the cache.
+    fn blocks(&self) -> usize;
+
+    /// Lays a batch out. A step that was begun before and not finished is dropped; what it wrote to the cache lies in slots
+    /// that a repeated step writes again.
+    ///
+    /// # Errors
+    /// [`RunError::BatchTooLarge`], or what the device says.
+    fn begin(&mut self, batch: &Batch, want: Want) -> Result<(), RunError>;
+
+    /// Runs the step that was begun, layer by layer, asking `pause` between the halves of a layer; it stops where that says
+    /// true. Without a step begun it is done at once.
+    ///
+    /// # Errors
+    /// What the device says; the step is then dropped.
+    fn advance(&mut self, pause: &mut dyn FnMut() -> bool, logits: &mut Logits) -> Result<Progress, RunError>;
+
+    /// Copies whole blocks, in order, in all layers.
+    ///
+    /// # Errors
+    /// What the device says.
+    fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError>;
+
+    /// Device and kernels in one line, for people.
+    fn describe(&self) -> String;
+
+    /// Name of the kernel tier.
+    fn tier(&self) -> &'static str;
+}

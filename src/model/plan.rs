@@ -1,0 +1,86 @@
+//! How large a model's step and cache may get, and the bytes that this costs before any of them is allocated.
+#![forbid(unsafe_code)]
+
+use super::load::weight_parts;
+use super::transformer::{Widths, activation_bytes};
+use super::{Logits, ModelFiles, Want};
+use crate::arch::ModelSpec;
+use crate::backend::{Backend, KvShape};
+use crate::batch::BatchLimits;
+use crate::dtype::KvDType;
+use crate::error::LoadError;
+
+/// Sizes of a model's buffers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ModelLimits {
+    /// The largest batch.
+    pub batch: BatchLimits,
+    /// Blocks in the KV cache.
+    pub blocks: usize,
+    /// Tokens in a block.
+    pub block_size: usize,
+    /// Type of cached values.
+    pub kv_dtype: KvDType,
+}
+
+impl ModelLimits {
+    /// The cache that `spec` needs for these limits.
+    pub fn kv_shape(&self, spec: &ModelSpec) -> KvShape {
+        KvShape {
+            layers: spec.layers.iter().map(|l| l.attn.dims()).collect(),
+            blocks: self.blocks,
+            block_size: self.block_size,
+            dtype: self.kv_dtype,
+        }
+    }
+}
+
+/// Bytes of a model and its engine, known before anything is allocated. Code, file mappings and the few kilobytes of
+/// bookkeeping are not counted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct MemoryPlan {
+    /// Weights as the backend holds them.
+    pub weight_bytes: u64,
+    /// The KV cache.
+    pub kv_bytes: u64,
+    /// Activations and results of a step.
+    pub activation_bytes: u64,
+    /// Kernel scratch.
+    pub scratch_bytes: u64,
+}
+
+impl MemoryPlan {
+    /// All of them.
+    pub fn total_bytes(&self) -> u64 {
+        self.weight_bytes + self.kv_bytes + self.activation_bytes + self.scratch_bytes
+    }
+
+    /// The plan for these files on `backend`. Reads headers alone.
+    ///
+    /// # Errors
+    /// Missing tensors and shapes that disagree with the configuration, as when loading.
+    pub fn of<B: Backend>(files: &ModelFiles, backend: &B, limits: &ModelLimits) -> Result<Self, LoadError> {
+        let spec = files.spec();
+        let mut weight_bytes = 0;
+        for part in weight_parts(files)? {
+            let (rows, columns) = (part.shape[0], part.shape.get(1).copied());
+            weight_bytes += match columns {
+                Some(columns) => backend.weight_bytes(part.format, rows, columns),
+                None => 4 * rows as u64,
+            };
+        }
+        let shape = limits.kv_shape(spec);
+        Ok(MemoryPlan {
+            weight_bytes,
+            kv_bytes: backend.kv_bytes(&shape),
+            activation_bytes: activation_bytes(spec, limits),
+            scratch_bytes: backend.step_bytes(&limits.batch, Widths::max_columns(spec), &shape),
+        })
+    }
+
+    /// Adds the host's copy of a step's results.
+    pub fn with_logits(mut self, spec: &ModelSpec, rows: usize, want: Want) -> Self {
+        self.activation_bytes += Logits::bytes(rows, spec, want);
+        self
+    }
+}
