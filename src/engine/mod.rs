@@ -1,1 +1,283 @@
-//! (being written)
+//! The lane, driven by its caller: plan, forward, sample, commit. An engine owns one model, one ledger and one scheduler; it
+//! starts no thread of its own, never blocks and prints nothing.
+//!
+//! ```text
+//! submit -> [ledger] -> scheduler -> plan -> batch -> model -> rows -> sampler -> commit -> events
+//! ```
+//!
+//! Invariants: after an error nothing is half committed: the step is retried, or its sequence fails and the others go on.
+//! Each submission ends in exactly one [`EventKind::Finished`].
+#![forbid(unsafe_code)]
+
+mod build;
+mod config;
+mod request;
+mod step;
+
+pub use build::EngineParts;
+pub use config::EngineConfig;
+pub use request::{Event, EventKind, FinishReason, Request, RowView, Status};
+
+use crate::batch::Batch;
+use crate::error::SubmitError;
+use crate::ids::{SeqId, TokenId};
+use crate::model::{Logits, MemoryPlan, Model, Want};
+use crate::sample::{Sampler, SamplerState};
+use crate::sched::{Ledger, NewSeq, Scheduler, SeqState, SeqView};
+use parking_lot::Mutex;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Runs sequences through one model. See the module's documentation.
+///
+/// `Send`, not `Sync`: one thread at a time drives it. Dropping it ends its worker threads and gives all memory back.
+pub struct Engine {
+    model: Box<dyn Model>,
+    scheduler: Box<dyn Scheduler>,
+    ledger: Ledger,
+    sampler: Sampler,
+    /// Every sequence that waits or runs.
+    runs: HashMap<SeqId, SeqRun>,
+    batch: Batch,
+    logits: Logits,
+    want: Want,
+    prompt_logits: bool,
+    stage: step::Stage,
+    events: VecDeque<Event>,
+    observer: Option<Box<Observer>>,
+    released: Arc<Mutex<Vec<SeqId>>>,
+    plan: MemoryPlan,
+    start: Instant,
+}
+
+/// Sees every row that the model computes: see [`Engine::observe`].
+type Observer = dyn FnMut(RowView<'_>) + Send;
+
+/// What the engine remembers of a sequence beside the ledger's part.
+struct SeqRun {
+    sampler: SamplerState,
+    stop_tokens: Vec<TokenId>,
+    prompt_logits: bool,
+    hold: bool,
+    /// To end, held, once its share of the open step is booked.
+    stopping: bool,
+}
+
+/// Owns a held sequence: dropping it releases the sequence, which the engine does at its next call.
+#[derive(Debug)]
+pub struct Held {
+    seq: SeqId,
+    released: Arc<Mutex<Vec<SeqId>>>,
+}
+
+impl Held {
+    /// The sequence.
+    pub fn seq(&self) -> SeqId {
+        self.seq
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.released.lock().push(self.seq);
+    }
+}
+
+impl Engine {
+    /// Bytes that the engine and its model hold.
+    pub fn memory(&self) -> MemoryPlan {
+        self.plan
+    }
+
+    /// The model.
+    pub fn model(&self) -> &dyn Model {
+        &*self.model
+    }
+
+    /// The bookkeeping of sequences and blocks, to look at.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// A sequence in the engine, unless it is gone.
+    pub fn view(&self, seq: SeqId) -> Option<SeqView<'_>> {
+        self.ledger.view(seq)
+    }
+
+    /// Time since the engine was built, as schedulers see it.
+    pub fn now(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Shows `observer` every row of logits that is computed, before a token is chosen from it.
+    pub fn observe(&mut self, observer: impl FnMut(RowView<'_>) + Send + 'static) {
+        self.observer = Some(Box::new(observer));
+    }
+
+    /// Stops showing rows.
+    pub fn stop_observing(&mut self) {
+        self.observer = None;
+    }
+
+    /// Takes a request in. Allocates the memory of the sequence's whole life; nothing runs yet.
+    ///
+    /// # Errors
+    /// [`SubmitError`] for what can never run; the engine is then as it was.
+    pub fn submit(&mut self, request: Request) -> Result<SeqId, SubmitError> {
+        self.sweep();
+        let (run, new) = self.admit(request, &[])?;
+        let seq = self.ledger.submit(new, self.start.elapsed())?;
+        self.runs.insert(seq, run);
+        Ok(seq)
+    }
+
+    /// Continues a held sequence with the request's tokens; with none it goes on where it stopped. Of what is still cached
+    /// nothing is run again, but for the last token where nothing else is left to run. Priority and deadline stay as they
+    /// were.
+    ///
+    /// # Errors
+    /// [`SubmitError`]; the sequence is then held as before.
+    pub fn resume(&mut self, seq: SeqId, request: Request) -> Result<(), SubmitError> {
+        self.sweep();
+        let held = self.ledger.view(seq).filter(|v| v.state() == SeqState::Held);
+        let Some(held) = held else {
+            return Err(SubmitError::Sequence { seq, expected: "held", found: self.state_name(seq) });
+        };
+        let known = held.tokens().to_vec();
+        let (run, new) = self.admit(request, &known)?;
+        self.ledger.resume(seq, &new.tokens, new.max_tokens, self.start.elapsed())?;
+        self.runs.insert(seq, run);
+        Ok(())
+    }
+
+    /// A second sequence with the tokens and the cache of a held one, itself held. Shares blocks until one of the two writes.
+    ///
+    /// # Errors
+    /// [`SubmitError::Sequence`] for one that is not held, [`SubmitError::QueueFull`].
+    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, SubmitError> {
+        self.sweep();
+        match self.state_name(seq) {
+            "held" => self.ledger.fork(seq, self.start.elapsed()),
+            found => Err(SubmitError::Sequence { seq, expected: "held", found }),
+        }
+    }
+
+    /// Forgets a held sequence's tokens from `len` on.
+    ///
+    /// # Errors
+    /// [`SubmitError::Sequence`] for one that is not held, [`SubmitError::Parameter`] where it has fewer tokens.
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), SubmitError> {
+        self.ledger.truncate(seq, len)
+    }
+
+    /// Ends a waiting or running sequence, which stays held if its request said so. In the middle of a step it ends with the
+    /// step, whose token may still come. Its last event says [`FinishReason::Cancelled`].
+    ///
+    /// # Errors
+    /// [`SubmitError::Sequence`] for one that neither waits nor runs.
+    pub fn stop(&mut self, seq: SeqId) -> Result<(), SubmitError> {
+        let planned = self.stage == step::Stage::Forward && self.ledger.plan_items().iter().any(|i| i.seq == seq);
+        match self.runs.get_mut(&seq) {
+            None => Err(SubmitError::Sequence { seq, expected: "waiting or running", found: self.state_name(seq) }),
+            Some(run) if planned => {
+                run.stopping = true;
+                Ok(())
+            }
+            Some(_) => {
+                self.end(seq, FinishReason::Cancelled);
+                Ok(())
+            }
+        }
+    }
+
+    /// Ends a sequence in any state, held or in the middle of a step. Its blocks come back at once; forks of it go on.
+    ///
+    /// # Errors
+    /// [`SubmitError::Sequence`] for one that is gone.
+    pub fn cancel(&mut self, seq: SeqId) -> Result<(), SubmitError> {
+        self.ledger.cancel(seq)?;
+        if self.runs.remove(&seq).is_some() {
+            self.events.push_back(Event { seq, kind: EventKind::Finished(FinishReason::Cancelled) });
+        }
+        Ok(())
+    }
+
+    /// Ties a sequence's life to a value: when that is dropped, the sequence ends in whatever state.
+    pub fn own(&self, seq: SeqId) -> Held {
+        Held { seq, released: self.released.clone() }
+    }
+
+    /// The oldest event not yet taken.
+    pub fn next_event(&mut self) -> Option<Event> {
+        self.events.pop_front()
+    }
+
+    /// The oldest event of one sequence. Cost: a look at each older event of others.
+    pub fn next_event_of(&mut self, seq: SeqId) -> Option<Event> {
+        let i = self.events.iter().position(|e| e.seq == seq)?;
+        self.events.remove(i)
+    }
+
+    /// Forgets the events of sequences that nobody listens to any more, and ends those sequences.
+    fn sweep(&mut self) {
+        while let Some(seq) = self.released.lock().pop() {
+            // It may have ended by itself, unheld.
+            let _ = self.ledger.cancel(seq);
+            self.runs.remove(&seq);
+            self.events.retain(|e| e.seq != seq);
+        }
+    }
+
+    /// Checks everything about a request that is not the ledger's business.
+    fn admit(&self, request: Request, known: &[TokenId]) -> Result<(SeqRun, NewSeq), SubmitError> {
+        let vocab = self.model.spec().vocab;
+        let alien = |t: &TokenId| *t as usize >= vocab;
+        if let Some(at) = request.tokens.iter().position(alien) {
+            return Err(SubmitError::UnknownToken { token: request.tokens[at], at, vocab });
+        }
+        if request.prompt_logits && !self.prompt_logits {
+            let (name, expected) = ("prompt_logits", "an engine built with prompt_logits");
+            return Err(SubmitError::Parameter { name, expected, found: "one without".into() });
+        }
+        let tokens = known.len() + request.tokens.len();
+        let most = tokens.saturating_add(request.max_tokens).min(self.model.spec().context);
+        let mut sampler = SamplerState::new(request.sampling, vocab, most)?;
+        sampler.extend(known);
+        sampler.extend(&request.tokens);
+        let run = SeqRun {
+            sampler,
+            stop_tokens: request.stop_tokens,
+            prompt_logits: request.prompt_logits,
+            hold: request.hold,
+            stopping: false,
+        };
+        let new = NewSeq {
+            tokens: request.tokens,
+            max_tokens: request.max_tokens,
+            priority: request.priority,
+            deadline: request.deadline,
+            hold: request.hold,
+        };
+        Ok((run, new))
+    }
+
+    /// Ends a sequence that is in no open step.
+    fn end(&mut self, seq: SeqId, reason: FinishReason) {
+        let run = self.runs.remove(&seq);
+        let held = self.ledger.finish(seq).expect("a sequence that runs can end");
+        if held && !run.is_some_and(|r| r.hold) {
+            self.ledger.release(seq).expect("a held sequence can be released");
+        }
+        self.events.push_back(Event { seq, kind: EventKind::Finished(reason) });
+    }
+
+    fn state_name(&self, seq: SeqId) -> &'static str {
+        match self.ledger.view(seq).map(|v| v.state()) {
+            None => "gone",
+            Some(SeqState::Waiting) => "waiting",
+            Some(SeqState::Running) => "running",
+            Some(SeqState::Held) => "held",
+        }
+    }
+}

@@ -6,62 +6,86 @@ use super::plan::ModelLimits;
 use super::{ModelFiles, Transformer};
 use crate::arch::{Ffn, ModelSpec, Naming, Role};
 use crate::backend::{Backend, RowOrder, WeightPart};
+use crate::dtype::FormatId;
 use crate::error::{Error, LoadError};
 use crate::weights::{LoadProgress, OnProgress, TensorView, WeightSource};
 use std::collections::HashSet;
 
-/// A model's weights on a backend.
-pub(super) struct Weights<B: Backend> {
-    pub(super) embed: B::Weight,
-    pub(super) layers: Vec<Layer<B>>,
-    pub(super) final_norm: B::Buf,
+/// A model's tensors: matrices as `M`, vectors as `V`. First each is a list of [`Part`]s, then what a backend made of it.
+pub(super) struct Tensors<M, V> {
+    pub(super) embed: M,
+    pub(super) layers: Vec<Layer<M, V>>,
+    pub(super) final_norm: V,
     /// None where the embedding serves.
-    pub(super) head: Option<B::Weight>,
+    pub(super) head: Option<M>,
 }
 
-/// A layer's weights on a backend.
-pub(super) struct Layer<B: Backend> {
-    pub(super) attn_norm: B::Buf,
-    pub(super) qkv: B::Weight,
-    pub(super) qkv_bias: Option<B::Buf>,
-    pub(super) out: B::Weight,
-    pub(super) out_bias: Option<B::Buf>,
-    pub(super) ffn_norm: B::Buf,
-    pub(super) gate_up: B::Weight,
-    pub(super) gate_up_bias: Option<B::Buf>,
-    pub(super) down: B::Weight,
-    pub(super) down_bias: Option<B::Buf>,
+/// A layer's tensors.
+pub(super) struct Layer<M, V> {
+    pub(super) attn_norm: V,
+    pub(super) qkv: M,
+    pub(super) qkv_bias: Option<V>,
+    pub(super) out: M,
+    pub(super) out_bias: Option<V>,
+    pub(super) ffn_norm: V,
+    pub(super) gate_up: M,
+    pub(super) gate_up_bias: Option<V>,
+    pub(super) down: M,
+    pub(super) down_bias: Option<V>,
 }
 
-/// One tensor that the model uses.
+/// A model's weights on a backend.
+pub(super) type Weights<B> = Tensors<<B as Backend>::Weight, <B as Backend>::Buf>;
+
+/// One tensor of the file that the model uses.
 pub(super) struct Part {
     role: Role,
     name: String,
     /// Rows, and columns where it is a matrix.
     pub(super) shape: Vec<usize>,
-    pub(super) format: crate::dtype::FormatId,
+    pub(super) format: FormatId,
     order: RowOrder,
 }
 
-/// The parts of each matrix or vector, in the order in which the forward pass meets them.
-struct Inventory {
-    embed: Vec<Part>,
-    layers: Vec<LayerParts>,
-    final_norm: Vec<Part>,
-    head: Option<Vec<Part>>,
+/// The parts of each matrix or vector, in order.
+type Parts = Vec<Part>;
+
+/// What becomes of the parts of a matrix and of a vector.
+trait Visit {
+    type Matrix;
+    type Vector;
+    fn matrix(&mut self, parts: &Parts) -> Result<Self::Matrix, LoadError>;
+    fn vector(&mut self, parts: &Parts) -> Result<Self::Vector, LoadError>;
 }
 
-struct LayerParts {
-    attn_norm: Vec<Part>,
-    qkv: Vec<Part>,
-    qkv_bias: Option<Vec<Part>>,
-    out: Vec<Part>,
-    out_bias: Option<Vec<Part>>,
-    ffn_norm: Vec<Part>,
-    gate_up: Vec<Part>,
-    gate_up_bias: Option<Vec<Part>>,
-    down: Vec<Part>,
-    down_bias: Option<Vec<Part>>,
+impl Tensors<Parts, Parts> {
+    /// Meets every tensor in the order in which the forward pass does.
+    fn visit<X: Visit>(&self, x: &mut X) -> Result<Tensors<X::Matrix, X::Vector>, LoadError> {
+        Ok(Tensors {
+            embed: x.matrix(&self.embed)?,
+            layers: self.layers.iter().map(|l| l.visit(x)).collect::<Result<_, _>>()?,
+            final_norm: x.vector(&self.final_norm)?,
+            head: self.head.as_ref().map(|h| x.matrix(h)).transpose()?,
+        })
+    }
+}
+
+impl Layer<Parts, Parts> {
+    fn visit<X: Visit>(&self, x: &mut X) -> Result<Layer<X::Matrix, X::Vector>, LoadError> {
+        let bias = |x: &mut X, parts: &Option<Parts>| parts.as_ref().map(|p| x.vector(p)).transpose();
+        Ok(Layer {
+            attn_norm: x.vector(&self.attn_norm)?,
+            qkv: x.matrix(&self.qkv)?,
+            qkv_bias: bias(x, &self.qkv_bias)?,
+            out: x.matrix(&self.out)?,
+            out_bias: bias(x, &self.out_bias)?,
+            ffn_norm: x.vector(&self.ffn_norm)?,
+            gate_up: x.matrix(&self.gate_up)?,
+            gate_up_bias: bias(x, &self.gate_up_bias)?,
+            down: x.matrix(&self.down)?,
+            down_bias: bias(x, &self.down_bias)?,
+        })
+    }
 }
 
 impl<B: Backend> Transformer<B> {
@@ -72,17 +96,39 @@ impl<B: Backend> Transformer<B> {
     /// [`LoadError`] for tensors that are missing, too many, or of another shape or format than the configuration says, and
     /// where `progress` breaks off; [`RunError`](crate::RunError) where the device has not the memory.
     pub fn load(mut backend: B, files: &ModelFiles, limits: ModelLimits, progress: &mut OnProgress<'_>) -> Result<Self, Error> {
-        let inventory = Inventory::of(files)?;
-        let total_bytes = inventory.parts().map(|p| bytes(files.weights(), p)).sum();
+        let inventory = inventory(files)?;
+        let mut total_bytes = 0;
+        each_part(&inventory, |p| total_bytes += p.format.bytes_of(p.shape.iter().product()).unwrap_or(0) as u64);
         let mut loader = Loader { backend: &mut backend, source: files.weights(), progress, done_bytes: 0, total_bytes };
-        let weights = loader.run(&inventory)?;
+        loader.report(0)?;
+        let weights = inventory.visit(&mut loader)?;
         Ok(Transformer::new(backend, files.spec().clone(), weights, limits)?)
     }
 }
 
 /// Every tensor that the model uses.
-pub(super) fn weight_parts(files: &ModelFiles) -> Result<Vec<Part>, LoadError> {
-    Ok(Inventory::of(files)?.into_parts())
+///
+/// # Errors
+/// As [`Transformer::load`] for everything that headers and configuration show.
+pub(super) fn weight_parts(files: &ModelFiles, f: impl FnMut(&Part)) -> Result<(), LoadError> {
+    each_part(&inventory(files)?, f);
+    Ok(())
+}
+
+fn each_part<F: FnMut(&Part)>(inventory: &Tensors<Parts, Parts>, f: F) {
+    struct Each<F>(F);
+    impl<F: FnMut(&Part)> Visit for Each<F> {
+        type Matrix = ();
+        type Vector = ();
+        fn matrix(&mut self, parts: &Parts) -> Result<(), LoadError> {
+            parts.iter().for_each(&mut self.0);
+            Ok(())
+        }
+        fn vector(&mut self, parts: &Parts) -> Result<(), LoadError> {
+            self.matrix(parts)
+        }
+    }
+    inventory.visit(&mut Each(f)).expect("a visit that only looks does not fail");
 }
 
 struct Loader<'a, 'p, B> {
@@ -93,43 +139,20 @@ struct Loader<'a, 'p, B> {
     total_bytes: u64,
 }
 
-impl<B: Backend> Loader<'_, '_, B> {
-    fn run(&mut self, inventory: &Inventory) -> Result<Weights<B>, LoadError> {
-        self.report(0)?;
-        let embed = self.matrix(&inventory.embed)?;
-        let layers = inventory.layers.iter().map(|l| self.layer(l)).collect::<Result<_, _>>()?;
-        let final_norm = self.vector(&inventory.final_norm)?;
-        let head = inventory.head.as_ref().map(|h| self.matrix(h)).transpose()?;
-        Ok(Weights { embed, layers, final_norm, head })
-    }
+impl<B: Backend> Visit for Loader<'_, '_, B> {
+    type Matrix = B::Weight;
+    type Vector = B::Buf;
 
-    fn layer(&mut self, l: &LayerParts) -> Result<Layer<B>, LoadError> {
-        Ok(Layer {
-            attn_norm: self.vector(&l.attn_norm)?,
-            qkv: self.matrix(&l.qkv)?,
-            qkv_bias: self.bias(&l.qkv_bias)?,
-            out: self.matrix(&l.out)?,
-            out_bias: self.bias(&l.out_bias)?,
-            ffn_norm: self.vector(&l.ffn_norm)?,
-            gate_up: self.matrix(&l.gate_up)?,
-            gate_up_bias: self.bias(&l.gate_up_bias)?,
-            down: self.matrix(&l.down)?,
-            down_bias: self.bias(&l.down_bias)?,
-        })
-    }
-
-    fn matrix(&mut self, parts: &[Part]) -> Result<B::Weight, LoadError> {
+    fn matrix(&mut self, parts: &Parts) -> Result<B::Weight, LoadError> {
         self.with_views(parts, |backend, views| backend.weight(views))
     }
 
-    fn vector(&mut self, parts: &[Part]) -> Result<B::Buf, LoadError> {
+    fn vector(&mut self, parts: &Parts) -> Result<B::Buf, LoadError> {
         self.with_views(parts, |backend, views| backend.vector(views))
     }
+}
 
-    fn bias(&mut self, parts: &Option<Vec<Part>>) -> Result<Option<B::Buf>, LoadError> {
-        parts.as_ref().map(|p| self.vector(p)).transpose()
-    }
-
+impl<B: Backend> Loader<'_, '_, B> {
     fn with_views<T>(
         &mut self,
         parts: &[Part],
@@ -157,61 +180,30 @@ impl<B: Backend> Loader<'_, '_, B> {
     }
 }
 
-impl Inventory {
-    fn of(files: &ModelFiles) -> Result<Self, LoadError> {
-        let spec = files.spec();
-        let find = Find { files };
-        let inventory = Inventory {
-            embed: vec![find.part(Role::Embed, 0, &[spec.vocab, spec.hidden])?],
-            layers: (0..spec.layers.len()).map(|l| find.layer(spec, l)).collect::<Result<_, _>>()?,
-            final_norm: vec![find.part(Role::FinalNorm, 0, &[spec.hidden])?],
-            head: match spec.head.tied {
-                true => None,
-                false => Some(vec![find.part(Role::Head, 0, &[spec.vocab, spec.hidden])?]),
-            },
-        };
-        inventory.refuse_extra(files)?;
-        Ok(inventory)
-    }
-
-    fn parts(&self) -> impl Iterator<Item = &Part> {
-        let ends = self.embed.iter().chain(&self.final_norm).chain(self.head.iter().flatten());
-        ends.chain(self.layers.iter().flat_map(LayerParts::parts))
-    }
-
-    fn into_parts(self) -> Vec<Part> {
-        let ends = self.embed.into_iter().chain(self.final_norm).chain(self.head.into_iter().flatten());
-        ends.chain(self.layers.into_iter().flat_map(LayerParts::into_parts)).collect()
-    }
-
-    fn refuse_extra(&self, files: &ModelFiles) -> Result<(), LoadError> {
-        let used: HashSet<&str> = self.parts().map(|p| p.name.as_str()).collect();
-        let arch = files.arch();
-        // A tied model's file may repeat its head; rotary divisors were read with the configuration.
-        let spare = [Role::Head, Role::RopeFactors].map(|role| arch.tensor(role, 0, files.naming()));
-        let known = |name: &str| {
-            used.contains(name)
-                || spare.iter().flatten().any(|s| s == name)
-                || arch.ignored.iter().any(|end| name.ends_with(end))
-        };
-        match files.weights().names().find(|name| !known(name)) {
-            None => Ok(()),
-            Some(name) => Err(LoadError::ExtraTensor { name: name.to_owned(), arch: arch.name.to_owned() }),
-        }
-    }
-}
-
-impl LayerParts {
-    fn parts(&self) -> impl Iterator<Item = &Part> {
-        let plain = [&self.attn_norm, &self.qkv, &self.out, &self.ffn_norm, &self.gate_up, &self.down];
-        let biases = [&self.qkv_bias, &self.out_bias, &self.gate_up_bias, &self.down_bias];
-        plain.into_iter().chain(biases.into_iter().flatten()).flatten()
-    }
-
-    fn into_parts(self) -> impl Iterator<Item = Part> {
-        let plain = [self.attn_norm, self.qkv, self.out, self.ffn_norm, self.gate_up, self.down];
-        let biases = [self.qkv_bias, self.out_bias, self.gate_up_bias, self.down_bias];
-        plain.into_iter().chain(biases.into_iter().flatten()).flatten()
+/// Finds every tensor that the spec asks for and checks its shape.
+fn inventory(files: &ModelFiles) -> Result<Tensors<Parts, Parts>, LoadError> {
+    let spec = files.spec();
+    let find = Find { files };
+    let inventory = Tensors {
+        embed: vec![find.part(Role::Embed, 0, &[spec.vocab, spec.hidden])?],
+        layers: (0..spec.layers.len()).map(|l| find.layer(spec, l)).collect::<Result<_, _>>()?,
+        final_norm: vec![find.part(Role::FinalNorm, 0, &[spec.hidden])?],
+        head: match spec.head.tied {
+            true => None,
+            false => Some(vec![find.part(Role::Head, 0, &[spec.vocab, spec.hidden])?]),
+        },
+    };
+    let mut used = HashSet::new();
+    each_part(&inventory, |p| _ = used.insert(p.name.clone()));
+    let arch = files.arch();
+    // A tied model's file may repeat its head; rotary divisors were read with the configuration.
+    let spare = [Role::Head, Role::RopeFactors].map(|role| arch.tensor(role, 0, files.naming()));
+    let known = |name: &str| {
+        used.contains(name) || spare.iter().flatten().any(|s| s == name) || arch.ignored.iter().any(|end| name.ends_with(end))
+    };
+    match files.weights().names().find(|name| !known(name)) {
+        None => Ok(inventory),
+        Some(name) => Err(LoadError::ExtraTensor { name: name.to_owned(), arch: arch.name.to_owned() }),
     }
 }
 
@@ -221,37 +213,36 @@ struct Find<'a> {
 }
 
 impl Find<'_> {
-    fn layer(&self, spec: &ModelSpec, l: usize) -> Result<LayerParts, LoadError> {
+    fn layer(&self, spec: &ModelSpec, l: usize) -> Result<Layer<Parts, Parts>, LoadError> {
         let (layer, h) = (&spec.layers[l], spec.hidden);
         let a = &layer.attn;
         let dims = a.dims();
         let (q, k, v) = (dims.heads * dims.qk_dim, dims.kv_heads * dims.qk_dim, dims.kv_heads * dims.v_dim);
         let Ffn::Gated { intermediate: i, bias, .. } = layer.ffn;
-        let vector = |role, len: usize| Ok::<_, LoadError>(vec![self.part(role, l, &[len])?]);
-        let matrix = |role, rows: usize, columns: usize| self.part(role, l, &[rows, columns]);
-        let maybe = |there: bool, parts: &[(Role, usize)]| -> Result<Option<Vec<Part>>, LoadError> {
-            there.then(|| parts.iter().map(|&(role, len)| self.part(role, l, &[len])).collect()).transpose()
-        };
-        Ok(LayerParts {
-            attn_norm: vector(Role::AttnNorm, h)?,
+        let part = |role, shape: &[usize]| self.part(role, l, shape);
+        let turned = |role, heads, shape: &[usize]| Ok(Part { order: self.turn(heads), ..part(role, shape)? });
+        Ok(Layer {
+            attn_norm: vec![part(Role::AttnNorm, &[h])?],
             qkv: vec![
-                self.turned(matrix(Role::Query, q, h)?, dims.heads),
-                self.turned(matrix(Role::Key, k, h)?, dims.kv_heads),
-                matrix(Role::Value, v, h)?,
+                turned(Role::Query, dims.heads, &[q, h])?,
+                turned(Role::Key, dims.kv_heads, &[k, h])?,
+                part(Role::Value, &[v, h])?,
             ],
-            qkv_bias: maybe(a.qkv_bias, &[(Role::QueryBias, q), (Role::KeyBias, k), (Role::ValueBias, v)])?.map(|mut parts| {
-                for (part, heads) in parts.iter_mut().zip([dims.heads, dims.kv_heads]) {
-                    part.order = self.turn(heads);
-                }
-                parts
-            }),
-            out: vec![matrix(Role::AttnOut, h, dims.heads * dims.v_dim)?],
-            out_bias: maybe(a.out_bias, &[(Role::AttnOutBias, h)])?,
-            ffn_norm: vector(Role::FfnNorm, h)?,
-            gate_up: vec![matrix(Role::Gate, i, h)?, matrix(Role::Up, i, h)?],
-            gate_up_bias: maybe(bias, &[(Role::GateBias, i), (Role::UpBias, i)])?,
-            down: vec![matrix(Role::Down, h, i)?],
-            down_bias: maybe(bias, &[(Role::DownBias, h)])?,
+            qkv_bias: match a.qkv_bias {
+                false => None,
+                true => Some(vec![
+                    turned(Role::QueryBias, dims.heads, &[q])?,
+                    turned(Role::KeyBias, dims.kv_heads, &[k])?,
+                    part(Role::ValueBias, &[v])?,
+                ]),
+            },
+            out: vec![part(Role::AttnOut, &[h, dims.heads * dims.v_dim])?],
+            out_bias: if a.out_bias { Some(vec![part(Role::AttnOutBias, &[h])?]) } else { None },
+            ffn_norm: vec![part(Role::FfnNorm, &[h])?],
+            gate_up: vec![part(Role::Gate, &[i, h])?, part(Role::Up, &[i, h])?],
+            gate_up_bias: if bias { Some(vec![part(Role::GateBias, &[i])?, part(Role::UpBias, &[i])?]) } else { None },
+            down: vec![part(Role::Down, &[h, i])?],
+            down_bias: if bias { Some(vec![part(Role::DownBias, &[h])?]) } else { None },
         })
     }
 
@@ -266,11 +257,6 @@ impl Find<'_> {
         Ok(Part { role, name, shape: shape.to_vec(), format: view.format, order: RowOrder::Natural })
     }
 
-    fn turned(&self, mut part: Part, heads: usize) -> Part {
-        part.order = self.turn(heads);
-        part
-    }
-
     /// How GGUF files of this family order the rows of q and k.
     fn turn(&self, heads: usize) -> RowOrder {
         match (self.files.naming(), self.files.arch().gguf) {
@@ -282,8 +268,4 @@ impl Find<'_> {
 
 fn view<'a>(source: &'a dyn WeightSource, role: Role, name: &str) -> Result<TensorView<'a>, LoadError> {
     source.tensor(name).ok_or_else(|| LoadError::MissingTensor { name: name.to_owned(), role: role.to_string() })
-}
-
-fn bytes(source: &dyn WeightSource, part: &Part) -> u64 {
-    source.tensor(&part.name).map_or(0, |t| t.bytes.len() as u64)
 }

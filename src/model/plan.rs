@@ -62,13 +62,12 @@ impl MemoryPlan {
     pub fn of<B: Backend>(files: &ModelFiles, backend: &B, limits: &ModelLimits) -> Result<Self, LoadError> {
         let spec = files.spec();
         let mut weight_bytes = 0;
-        for part in weight_parts(files)? {
-            let (rows, columns) = (part.shape[0], part.shape.get(1).copied());
-            weight_bytes += match columns {
-                Some(columns) => backend.weight_bytes(part.format, rows, columns),
-                None => 4 * rows as u64,
+        weight_parts(files, |part| {
+            weight_bytes += match part.shape[..] {
+                [rows, columns] => backend.weight_bytes(part.format, rows, columns),
+                _ => 4 * part.shape.iter().product::<usize>() as u64,
             };
-        }
+        })?;
         let shape = limits.kv_shape(spec);
         Ok(MemoryPlan {
             weight_bytes,

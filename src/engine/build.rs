@@ -1,0 +1,118 @@
+//! From files and settings to an engine.
+#![forbid(unsafe_code)]
+
+use super::step::Stage;
+use super::{Engine, EngineConfig};
+use crate::arch::RopeSpec;
+use crate::backend::cpu::Cpu;
+use crate::batch::Batch;
+use crate::error::{ConfigError, Error};
+use crate::model::{Logits, MemoryPlan, Model, ModelFiles, Transformer, Want};
+use crate::sample::Sampler;
+use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
+use crate::weights::{OnProgress, no_progress};
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// What an engine is made of where the stock parts will not do: see [`Engine::from_parts`].
+pub struct EngineParts {
+    /// The model.
+    pub model: Box<dyn Model>,
+    /// The policy.
+    pub scheduler: Box<dyn Scheduler>,
+    /// Sequences in the engine, whatever their state.
+    pub max_seqs: usize,
+    /// Allow requests that want their prompt's logits.
+    pub prompt_logits: bool,
+    /// What a step computes.
+    pub want: Want,
+    /// Bytes of the model, for [`Engine::memory`].
+    pub plan: MemoryPlan,
+}
+
+impl Engine {
+    /// Loads the model and allocates everything that a step will need, on the CPU, with [`ContinuousBatching`].
+    ///
+    /// # Errors
+    /// [`ConfigError`] for settings out of range or over the memory limit, and
+    /// [`LoadError`](crate::LoadError) for files that do not make a model.
+    pub fn new(files: &ModelFiles, config: EngineConfig) -> Result<Self, Error> {
+        Self::load(files, config, Box::new(ContinuousBatching::default()), &mut no_progress)
+    }
+
+    /// [`Engine::new`] with a policy of the caller's and a callback that sees the load's progress and can break it off.
+    ///
+    /// # Errors
+    /// As [`Engine::new`], and [`LoadError::Cancelled`](crate::LoadError::Cancelled).
+    pub fn load(
+        files: &ModelFiles,
+        config: EngineConfig,
+        scheduler: Box<dyn Scheduler>,
+        progress: &mut OnProgress<'_>,
+    ) -> Result<Self, Error> {
+        let limits = config.limits(files.spec())?;
+        let backend = Cpu::new(config.cpu())?;
+        let plan = MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want());
+        if let Some(limit_bytes) = config.memory_limit_bytes.filter(|limit| plan.total_bytes() > *limit) {
+            return Err(ConfigError::Memory { what: "the engine", needed_bytes: plan.total_bytes(), limit_bytes }.into());
+        }
+        let model = Box::new(Transformer::load(backend, files, limits, progress)?);
+        let (max_seqs, prompt_logits, want) = (config.max_seqs, config.prompt_logits, config.want());
+        Ok(Self::from_parts(EngineParts { model, scheduler, max_seqs, prompt_logits, want, plan })?)
+    }
+
+    /// The bytes that [`Engine::new`] would allocate, without allocating them: reads headers alone.
+    ///
+    /// # Errors
+    /// As [`Engine::new`] as far as headers and settings show.
+    pub fn plan(files: &ModelFiles, config: &EngineConfig) -> Result<MemoryPlan, Error> {
+        let limits = config.limits(files.spec())?;
+        // One thread: planning starts none. The scratch of the others is what differs.
+        let backend = Cpu::planning(config.cpu())?;
+        Ok(MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want()))
+    }
+
+    /// An engine around any model and policy.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for sizes out of range.
+    pub fn from_parts(parts: EngineParts) -> Result<Self, ConfigError> {
+        let EngineParts { model, scheduler, max_seqs, prompt_logits, want, plan } = parts;
+        let (spec, limits) = (model.spec(), model.limits());
+        let ropes = spec.ropes.clone();
+        let ledger = Ledger::new(LedgerConfig {
+            blocks: model.blocks(),
+            block_size: model.block_size(),
+            max_seqs,
+            step_seqs: limits.seqs,
+            step_tokens: limits.tokens,
+            context: spec.context,
+            max_draft: 0,
+            regime: Box::new(move |total| regime(&ropes, total)),
+        })?;
+        Ok(Engine {
+            sampler: Sampler::new(spec.vocab),
+            batch: Batch::new(model.block_size(), limits),
+            logits: Logits::with_capacity(limits.rows, spec, want),
+            runs: HashMap::with_capacity(max_seqs.min(1 << 12)),
+            events: VecDeque::with_capacity(4 * limits.seqs),
+            model,
+            scheduler,
+            ledger,
+            want,
+            prompt_logits,
+            stage: Stage::Between,
+            observer: None,
+            released: Arc::default(),
+            plan,
+            start: Instant::now(),
+        })
+    }
+}
+
+/// One number for the regimes of all rotary tables. Of those that change, all change at lengths that their regime names, so the
+/// largest tells them apart.
+fn regime(ropes: &[RopeSpec], total: usize) -> u32 {
+    ropes.iter().map(|r| r.regime(total)).max().unwrap_or(0)
+}

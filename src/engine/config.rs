@@ -1,0 +1,100 @@
+//! What a caller decides when an engine is built.
+#![forbid(unsafe_code)]
+
+use crate::arch::ModelSpec;
+use crate::backend::cpu::{Compute, CpuOptions};
+use crate::batch::BatchLimits;
+use crate::dtype::KvDType;
+use crate::error::ConfigError;
+use crate::model::{ModelLimits, Want};
+
+/// Settings of an [`Engine`](super::Engine). `..Default::default()` gives one caller's chat on one thread.
+#[derive(Clone, Debug)]
+pub struct EngineConfig {
+    /// Threads, the caller's own included: 1 starts none.
+    pub threads: usize,
+    /// Kernel tier by name (`scalar`, `avx2`, `avx512`), or the best that the machine has.
+    pub tier: Option<String>,
+    /// How quantised weights meet activations.
+    pub compute: Compute,
+    /// Type of cached keys and values.
+    pub kv_dtype: KvDType,
+    /// Tokens in a cache block: a power of two from 16 to 256.
+    pub block_size: usize,
+    /// Tokens that the cache holds for all sequences together, rounded up to whole blocks.
+    pub cache_tokens: usize,
+    /// Sequences that may be in the engine: waiting, running and held.
+    pub max_seqs: usize,
+    /// Sequences that may run in one step.
+    pub max_batch: usize,
+    /// Tokens that one step may run: the length of a prefill chunk, and what sizes the activations.
+    pub step_tokens: usize,
+    /// Refuse to allocate more than this in all.
+    pub memory_limit_bytes: Option<u64>,
+    /// Allow requests that want the logits of their prompt's tokens. Costs `step_tokens` rows of logits.
+    pub prompt_logits: bool,
+    /// Hand hidden states to the observer, beside the logits.
+    pub hidden: bool,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        EngineConfig {
+            threads: 1,
+            tier: None,
+            compute: Compute::Fast,
+            kv_dtype: KvDType::F16,
+            block_size: 16,
+            cache_tokens: 4096,
+            max_seqs: 64,
+            max_batch: 16,
+            step_tokens: 128,
+            memory_limit_bytes: None,
+            prompt_logits: false,
+            hidden: false,
+        }
+    }
+}
+
+impl EngineConfig {
+    pub(super) fn cpu(&self) -> CpuOptions {
+        CpuOptions { threads: self.threads, tier: self.tier.clone(), compute: self.compute }
+    }
+
+    pub(super) fn want(&self) -> Want {
+        Want { logits: true, hidden: self.hidden }
+    }
+
+    /// The sizes of the model's buffers.
+    ///
+    /// # Errors
+    /// [`ConfigError::Invalid`] for a setting out of its range.
+    pub(super) fn limits(&self, spec: &ModelSpec) -> Result<ModelLimits, ConfigError> {
+        let within = |field: &str, value: usize, least: usize, most: usize| match (least..=most).contains(&value) {
+            true => Ok(()),
+            false => Err(ConfigError::invalid(field, format!("{least} to {most}"), value)),
+        };
+        within("max_seqs", self.max_seqs, 1, 1 << 20)?;
+        within("max_batch", self.max_batch, 1, self.max_seqs.min(1 << 16))?;
+        within("step_tokens", self.step_tokens, self.max_batch, 1 << 16)?;
+        within("cache_tokens", self.cache_tokens, 1, 1 << 30)?;
+        within("block_size", self.block_size, 16, 256)?;
+        if !self.block_size.is_power_of_two() {
+            return Err(ConfigError::invalid("block_size", "a power of two", self.block_size));
+        }
+        let blocks = self.cache_tokens.div_ceil(self.block_size);
+        let per_seq = blocks.min(spec.context.div_ceil(self.block_size));
+        Ok(ModelLimits {
+            batch: BatchLimits {
+                tokens: self.step_tokens,
+                seqs: self.max_batch,
+                // Blocks can be shared by sequences, so tables may add up to more than the pool.
+                blocks: per_seq * self.max_batch,
+                rows: if self.prompt_logits { self.step_tokens } else { self.max_batch },
+            },
+            blocks,
+            block_size: self.block_size,
+            kv_dtype: self.kv_dtype,
+        })
+    }
+}

@@ -1,0 +1,164 @@
+//! One step: plan, forward, sample, commit. Between the layers of a forward pass it can pause; everything it needs to go on
+//! lies in the engine.
+#![forbid(unsafe_code)]
+
+use super::{Engine, Event, EventKind, FinishReason, RowView, Status};
+use crate::batch::{BatchItem, RowsWanted};
+use crate::error::RunError;
+use crate::ids::SeqId;
+use crate::model::Progress;
+use crate::sched::PlanItem;
+use std::time::{Duration, Instant};
+
+/// Where the engine stands between two calls.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// No step is open.
+    Between,
+    /// A forward pass is under way.
+    Forward,
+}
+
+impl Engine {
+    /// Runs one step to its end: what the scheduler wants to run now, or the rest of a step that was paused.
+    ///
+    /// # Errors
+    /// [`RunError`] where the device failed: nothing of the step was committed, and the next call tries it again.
+    pub fn step(&mut self) -> Result<Status, RunError> {
+        self.run_step(&mut || false)
+    }
+
+    /// Runs steps for about `budget` and comes back: when it is used up, even in the middle of a long prefill, or when
+    /// nothing is left to do. The longest overrun is half a layer of one step.
+    ///
+    /// # Errors
+    /// As [`step`](Self::step).
+    pub fn step_within(&mut self, budget: Duration) -> Result<Status, RunError> {
+        let start = Instant::now();
+        loop {
+            let status = self.run_step(&mut || start.elapsed() >= budget)?;
+            if status != Status::Stepped || start.elapsed() >= budget {
+                return Ok(status);
+            }
+        }
+    }
+
+    fn run_step(&mut self, pause: &mut dyn FnMut() -> bool) -> Result<Status, RunError> {
+        self.sweep();
+        if self.stage == Stage::Between {
+            if let Some(idle) = self.begin_step()? {
+                return Ok(idle);
+            }
+            self.stage = Stage::Forward;
+            if pause() {
+                return Ok(Status::Paused);
+            }
+        }
+        match self.model.advance(pause, &mut self.logits) {
+            Ok(Progress::Paused) => Ok(Status::Paused),
+            Ok(Progress::Done) => {
+                self.stage = Stage::Between;
+                self.harvest();
+                Ok(Status::Stepped)
+            }
+            Err(error) => Err(self.give_up(error)),
+        }
+    }
+
+    /// Lets the scheduler plan and hands the batch to the model; says so where there is nothing to run.
+    fn begin_step(&mut self) -> Result<Option<Status>, RunError> {
+        let now = self.now();
+        let mut builder = self.ledger.begin_step(now)?;
+        self.scheduler.schedule(&mut builder);
+        let info = builder.finish();
+        if info.items == 0 {
+            return Ok(Some(Status::Idle(info.wake_at)));
+        }
+        match self.lay_out() {
+            Ok(()) => Ok(None),
+            Err(error) => Err(self.give_up(error)),
+        }
+    }
+
+    fn lay_out(&mut self) -> Result<(), RunError> {
+        self.model.copy_blocks(self.ledger.copies())?;
+        self.batch.clear();
+        for item in self.ledger.plan_items() {
+            let view = self.ledger.view(item.seq).expect("a sequence that was planned a moment ago");
+            self.batch.push(BatchItem {
+                tokens: &view.tokens()[item.start..item.start + item.len],
+                start: item.start,
+                total: view.total(),
+                blocks: view.block_table(),
+                rows: match (self.runs.get(&item.seq).is_some_and(|r| r.prompt_logits), item.last) {
+                    (true, _) => RowsWanted::All,
+                    (false, true) => RowsWanted::Last,
+                    (false, false) => RowsWanted::None,
+                },
+            })?;
+        }
+        self.model.begin(&self.batch, self.want)
+    }
+
+    /// Nothing of the open step counts.
+    fn give_up(&mut self, error: RunError) -> RunError {
+        self.stage = Stage::Between;
+        self.ledger.abort_step();
+        error
+    }
+
+    /// Books what the forward pass left: shows rows, commits items, samples.
+    fn harvest(&mut self) {
+        let mut row = 0;
+        for i in 0..self.ledger.plan_items().len() {
+            let item = self.ledger.plan_items()[i];
+            // The batch knows how many rows it asked for, even of a sequence that was cancelled since.
+            let end = self.batch.q_indptr()[i + 1];
+            let first = row;
+            row += self.batch.rows()[first..].iter().take_while(|&&t| t < end).count();
+            if !self.runs.contains_key(&item.seq) {
+                continue;
+            }
+            self.show(&item, first, row);
+            self.ledger.commit(item.seq, &[]).expect("an item of the open step, without guesses");
+            if item.last {
+                self.sample(item.seq, row - 1);
+            }
+            if self.runs.get(&item.seq).is_some_and(|r| r.stopping) {
+                self.end(item.seq, FinishReason::Cancelled);
+            }
+        }
+        self.ledger.end_step();
+    }
+
+    fn show(&mut self, item: &PlanItem, first: usize, end: usize) {
+        let Some(observer) = &mut self.observer else { return };
+        for row in first..end {
+            observer(RowView {
+                seq: item.seq,
+                position: item.start + item.len - (end - row),
+                logits: self.logits.row(row),
+                hidden: self.logits.hidden(row),
+            });
+        }
+    }
+
+    fn sample(&mut self, seq: SeqId, row: usize) {
+        let run = self.runs.get_mut(&seq).expect("looked up a moment ago");
+        let sampled = match self.sampler.sample(&run.sampler, self.logits.row(row)) {
+            Ok(sampled) => sampled,
+            Err(error) => return self.end(seq, FinishReason::Failed(error.of(seq))),
+        };
+        let token = sampled.token;
+        let top = if sampled.top.is_empty() { Vec::new() } else { sampled.top.to_vec() };
+        self.events.push_back(Event { seq, kind: EventKind::Token { token, logprob: sampled.logprob, top } });
+        run.sampler.push(token);
+        let stop = run.stop_tokens.contains(&token);
+        self.ledger.append(seq, token).expect("a sequence with tokens left, all of them run");
+        if stop {
+            self.end(seq, FinishReason::Stop);
+        } else if self.ledger.view(seq).is_some_and(|v| v.remaining() == 0) {
+            self.end(seq, FinishReason::Length);
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! The Llama family against logits and greedy tokens of another implementation, from every file format.
+
+mod common;
+
+use common::golden::{Golden, close, fixtures, json, same_greedy};
+use common::{exact, finish, open, record};
+use loquat::engine::{Engine, EngineConfig, Request};
+use loquat::model::{ModelFiles, OpenOptions};
+use std::path::Path;
+
+/// Logits at every stored position, and 32 greedy tokens, with all prompts in the engine at once.
+fn check(what: &str, files: &ModelFiles, golden: &Golden) {
+    let config = EngineConfig { prompt_logits: true, hidden: true, step_tokens: 48, ..exact() };
+    let mut engine = Engine::new(files, config).unwrap();
+    let rows = record(&mut engine);
+    let seqs: Vec<_> = golden
+        .prompts
+        .iter()
+        .map(|p| engine.submit(Request { prompt_logits: true, ..Request::new(p.as_slice(), 32) }).unwrap())
+        .collect();
+    let tokens = finish(&mut engine, &seqs);
+    let rows = rows.lock().unwrap();
+    for (i, (prompt, seq)) in golden.prompts.iter().zip(&seqs).enumerate() {
+        let at = |p: usize| &rows[&(*seq, p)];
+        let (_, last) = golden.arrays.get(&format!("p{i}.last_logits")).unwrap();
+        close(&format!("{what} p{i} last"), &at(prompt.len() - 1).0, &last, golden.atol);
+        for (name, hidden) in [("logits", false), ("final_hidden", true)] {
+            let Some((shape, want)) = golden.arrays.get(&format!("p{i}.{name}")) else { continue };
+            for (p, want) in want.chunks_exact(shape[1]).enumerate() {
+                let got = if hidden { &at(p).1 } else { &at(p).0 };
+                close(&format!("{what} p{i} {name} at {p}"), got, want, golden.atol);
+            }
+        }
+        let g = &golden.greedy[i];
+        same_greedy(&format!("{what} p{i}"), &tokens[i], &g.tokens, &g.margins, golden.atol);
+    }
+}
+
+fn folders(of: &str) -> Vec<std::path::PathBuf> {
+    let mut list: Vec<_> = std::fs::read_dir(fixtures().join(of)).unwrap().map(|e| e.unwrap().path()).collect();
+    list.sort();
+    list
+}
+
+#[test]
+fn safetensors_in_both_spellings_of_the_config() {
+    let list: Vec<_> = folders("arch");
+    assert!(list.len() >= 8, "{list:?}");
+    for folder in list {
+        let golden = Golden::open(&folder);
+        for config in ["config.json", "config_v4.json"] {
+            let what = format!("{} {config}", folder.display());
+            let options = OpenOptions { config: Some(folder.join(config)), ..OpenOptions::default() };
+            let files = ModelFiles::open(&folder, &options, &mut loquat::weights::no_progress).unwrap();
+            check(&what, &files, &golden);
+        }
+    }
+}
+
+#[test]
+fn every_gguf_format() {
+    let list: Vec<_> = folders("gguf").into_iter().filter(|p| p.extension().is_some_and(|e| e == "gguf")).collect();
+    assert!(list.len() >= 15, "{list:?}");
+    for file in list {
+        check(&file.display().to_string(), &open(&file), &Golden::open(&file.with_extension("")));
+    }
+}
+
+#[test]
+fn tokenizers_of_gguf_files() {
+    let golden = json(&fixtures().join("gguf/tokenizers.json"));
+    for (file, kind) in [("llama_q4_0", "bpe"), ("llama_mixed", "spm")] {
+        let files = open(&fixtures().join(format!("gguf/{file}.gguf")));
+        let tokenizer = files.tokenizer().unwrap();
+        for case in golden[kind].as_array().unwrap() {
+            let text = case["text"].as_str().unwrap();
+            let got = tokenizer.encode(text, Default::default()).unwrap();
+            assert_eq!(got, common::golden::ids(&case["ids"]), "{kind} {text:?}");
+        }
+    }
+}
+
+#[test]
+fn a_golden_that_does_not_fit_fails() {
+    let folder = fixtures().join("arch/llama_mha_f32");
+    let mut golden = Golden::open(&folder);
+    golden.atol = 1e-7;
+    let files = open(Path::new(&folder));
+    assert!(std::panic::catch_unwind(|| check("too tight", &files, &golden)).is_err());
+}
