@@ -1,7 +1,30 @@
 //! Where weights come from: files of several formats, bytes in memory, a seeded generator. A source hands out views of
 //! named tensors and knows nothing of models.
 //!
+//! [`open`] takes a path and finds out what is there; [`Gguf`], [`Safetensors`] and [`Synthetic`] are the sources it or a
+//! program can build. Files are mapped or read ([`LoadMode`]); [`Bytes`] holds either, and bytes that came in memory.
+//!
 //! Invariant: a source that opened has checked every count, offset and length against its bytes, so a view never fails.
+//! Opening allocates at most a small multiple of the header it reads, whatever the header says.
+
+mod bytes;
+mod gguf;
+mod map;
+mod memory;
+mod open;
+mod safetensors;
+mod say;
+mod strings;
+mod synthetic;
+mod table;
+
+pub use bytes::{Bytes, LoadMode, LoadProgress, OnProgress, no_progress};
+pub use gguf::{Gguf, MetaArray, MetaValue};
+pub use memory::open_bytes;
+pub use open::{Opened, open, read_text_file};
+pub use safetensors::Safetensors;
+pub use strings::StrArray;
+pub use synthetic::{Fill, Synthetic, SyntheticTensor};
 
 use crate::dtype::FormatId;
 
@@ -39,6 +62,12 @@ pub trait WeightSource: Send + Sync {
     /// The tensor of that name. Cost: one look-up; the bytes are not touched.
     fn tensor(&self, name: &str) -> Option<TensorView<'_>>;
 
-    /// The bytes of `name` were used for the last time for now: a mapped file may give the pages back.
+    /// Bytes of all tensors together: what a stage that goes through them once reports as its total.
+    fn total_bytes(&self) -> u64 {
+        self.names().filter_map(|name| self.tensor(name)).map(|view| view.bytes.len() as u64).sum()
+    }
+
+    /// The bytes of `name` were used for the last time for now: a mapped file may give the pages back. Views stay valid;
+    /// reading them again reads the file again.
     fn release(&self, _name: &str) {}
 }

@@ -1,0 +1,208 @@
+//! How a file's bytes are held: mapped, read into memory, or handed in by the program. Knows no format.
+//!
+//! Invariant: the bytes of a [`Bytes`] never move or change length while any clone of it lives.
+#![forbid(unsafe_code)]
+
+use super::map::Mapping;
+use super::say::unsupported;
+use crate::error::LoadError;
+use std::fmt;
+use std::fs::{self, File, Metadata};
+use std::io::{self, Read};
+use std::ops::{ControlFlow, Deref, Range};
+use std::path::Path;
+use std::sync::Arc;
+
+/// How a file gets into memory. Both give the same bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum LoadMode {
+    /// Map the file: opening is instant, pages are read when touched, shared with other processes, and can be given back.
+    /// The file must not be changed or shortened while it is open; a shortened one ends the process when touched.
+    #[default]
+    Map,
+    /// Read the file: it may change or vanish afterwards. Faster where mapping is slow: network volumes, some Windows disks.
+    Read,
+}
+
+/// How far loading has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct LoadProgress {
+    /// Bytes done.
+    pub done_bytes: u64,
+    /// Bytes in all.
+    pub total_bytes: u64,
+}
+
+/// The callback of everything that loads: called at the start, then every few megabytes, with falling calls never. `Break`
+/// stops loading with [`LoadError::Cancelled`].
+pub type OnProgress<'a> = dyn FnMut(LoadProgress) -> ControlFlow<()> + 'a;
+
+/// For callers that do not watch: `&mut no_progress`.
+pub fn no_progress(_: LoadProgress) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Bytes that several owners share. Cloning copies a pointer.
+#[derive(Clone)]
+pub struct Bytes(Kind);
+
+#[derive(Clone)]
+enum Kind {
+    Mapped(Arc<Mapping>),
+    Read(Arc<Vec<u8>>),
+    Shared(Arc<[u8]>),
+    Static(&'static [u8]),
+}
+
+impl Bytes {
+    /// One file, whole. See [`LoadMode`] and [`OnProgress`].
+    pub fn open(path: impl AsRef<Path>, mode: LoadMode, progress: &mut OnProgress<'_>) -> Result<Bytes, LoadError> {
+        let path = path.as_ref();
+        Loader::new(mode, progress, [path])?.load(path)
+    }
+
+    /// The bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        match &self.0 {
+            Kind::Mapped(map) => map.as_slice(),
+            Kind::Read(bytes) => bytes,
+            Kind::Shared(bytes) => bytes,
+            Kind::Static(bytes) => bytes,
+        }
+    }
+
+    /// Lets the system take back the pages of `range` where they are a mapped file's. Panics if `range` is not inside.
+    pub(super) fn release(&self, range: Range<usize>) {
+        if let Kind::Mapped(map) = &self.0 {
+            map.release(range);
+        }
+    }
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.as_slice()
+    }
+}
+
+impl From<Arc<[u8]>> for Bytes {
+    fn from(bytes: Arc<[u8]>) -> Self {
+        Bytes(Kind::Shared(bytes))
+    }
+}
+
+impl From<Vec<u8>> for Bytes {
+    fn from(bytes: Vec<u8>) -> Self {
+        Bytes(Kind::Read(Arc::new(bytes)))
+    }
+}
+
+impl From<&'static [u8]> for Bytes {
+    fn from(bytes: &'static [u8]) -> Self {
+        Bytes(Kind::Static(bytes))
+    }
+}
+
+impl<const N: usize> From<&'static [u8; N]> for Bytes {
+    fn from(bytes: &'static [u8; N]) -> Self {
+        Bytes(Kind::Static(bytes))
+    }
+}
+
+impl fmt::Debug for Bytes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match &self.0 {
+            Kind::Mapped(_) => "mapped",
+            Kind::Read(_) => "read",
+            Kind::Shared(_) => "shared",
+            Kind::Static(_) => "static",
+        };
+        write!(f, "Bytes({kind}, {} bytes)", self.len())
+    }
+}
+
+/// Loads the files of one model one after the other, and tells the callback about all of them together.
+pub(super) struct Loader<'a, 'b> {
+    mode: LoadMode,
+    progress: &'a mut OnProgress<'b>,
+    at: LoadProgress,
+}
+
+impl<'a, 'b> Loader<'a, 'b> {
+    /// `paths` are all files that will be loaded: their sizes make the total.
+    pub(super) fn new<'p>(
+        mode: LoadMode,
+        progress: &'a mut OnProgress<'b>,
+        paths: impl IntoIterator<Item = &'p Path>,
+    ) -> Result<Self, LoadError> {
+        let mut total_bytes = 0u64;
+        for path in paths {
+            total_bytes = total_bytes.saturating_add(file_metadata(path)?.len());
+        }
+        let mut loader = Loader { mode, progress, at: LoadProgress { done_bytes: 0, total_bytes } };
+        loader.advance(0)?;
+        Ok(loader)
+    }
+
+    pub(super) fn load(&mut self, path: &Path) -> Result<Bytes, LoadError> {
+        file_metadata(path)?;
+        let file = File::open(path).map_err(|e| LoadError::io(path, e))?;
+        // Asked again of the open file: the length that counts is that of the file we hold.
+        let len = file.metadata().map_err(|e| LoadError::io(path, e))?.len();
+        let len = usize::try_from(len).map_err(|_| LoadError::io(path, io::ErrorKind::FileTooLarge.into()))?;
+        if len == 0 {
+            return Ok(Bytes::from(&[]));
+        }
+        match self.mode {
+            LoadMode::Map => {
+                let map = Mapping::new(&file, len).map_err(|e| LoadError::io(path, e))?;
+                self.advance(len)?;
+                Ok(Bytes(Kind::Mapped(Arc::new(map))))
+            }
+            LoadMode::Read => Ok(Bytes::from(self.read(path, file, len)?)),
+        }
+    }
+
+    fn read(&mut self, path: &Path, mut file: File, len: usize) -> Result<Vec<u8>, LoadError> {
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len).map_err(|_| LoadError::io(path, io::ErrorKind::OutOfMemory.into()))?;
+        while bytes.len() < len {
+            let want = READ_BYTES.min(len - bytes.len());
+            let got = file.by_ref().take(want as u64).read_to_end(&mut bytes).map_err(|e| LoadError::io(path, e))?;
+            if got < want {
+                let found = format!("{} bytes: it was shortened while it was read", bytes.len());
+                return Err(LoadError::malformed(path.to_string_lossy(), "length", format!("{len} bytes"), found));
+            }
+            self.advance(got)?;
+        }
+        Ok(bytes)
+    }
+
+    fn advance(&mut self, bytes: usize) -> Result<(), LoadError> {
+        self.at.done_bytes += bytes as u64;
+        match (self.progress)(self.at) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => {
+                let LoadProgress { done_bytes, total_bytes } = self.at;
+                Err(LoadError::Cancelled { done_bytes, total_bytes })
+            }
+        }
+    }
+}
+
+/// The metadata of a regular file, links followed. Asked before opening, because opening a pipe waits for its writer.
+pub(super) fn file_metadata(path: &Path) -> Result<Metadata, LoadError> {
+    let metadata = fs::metadata(path).map_err(|e| LoadError::io(path, e))?;
+    if metadata.is_dir() {
+        return Err(LoadError::io(path, io::ErrorKind::IsADirectory.into()));
+    }
+    if !metadata.is_file() {
+        return Err(unsupported(&path.to_string_lossy(), "this kind of file", "a pipe, socket or device", "a regular file"));
+    }
+    Ok(metadata)
+}
+
+/// Between two calls of the progress callback: a few milliseconds of disk, and large enough to cost nothing.
+const READ_BYTES: usize = 8 << 20;
