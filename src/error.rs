@@ -273,6 +273,9 @@ pub enum RunError {
         /// The sequence.
         seq: SeqId,
     },
+    /// A step was begun while the last one is open.
+    #[error("a step is open: commit or abort it before the next")]
+    StepOpen,
     /// A batch larger than the model's buffers.
     #[error("batch: {what}: {found} exceeds {limit}")]
     BatchTooLarge {

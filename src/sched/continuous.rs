@@ -1,0 +1,166 @@
+//! Continuous batching (Yu et al., 2022) with chunked prefill (Agrawal et al., 2023): sequences join and leave at every step,
+//! and a long prompt is run in chunks beside the decode rows instead of in front of them.
+//!
+//! ```text
+//! rank all running sequences
+//! the first in rank             whatever it needs: somebody always gets on
+//! decode rows, by rank          cheap, and somebody is reading along
+//! prefill chunks, by rank       from what the step has left
+//! waiting sequences, by rank    while all that run could be completed as far as they are known, and one token more
+//! no block for one of them      preempt those ranked behind it, the last first
+//! ```
+//!
+//! Rank is the time of arrival, earlier by `ageing` for each level of priority. Two sequences age alike, so that their order never
+//! changes; yet whoever waits comes before any urgent one that arrives late enough: nobody starves.
+//!
+//! Why there is no livelock. Only those ranked behind are preempted: the first in rank never is, and as it could fill the
+//! whole pool if it must, every step gets it on. A preempted sequence is admitted again only when there is room for all that
+//! run and for itself, each with one token more than is known; so between two preemptions of one sequence some other one
+//! has got a new token or a new rotary regime, or was forked.
+#![forbid(unsafe_code)]
+
+use super::{NoRoom, Preempt, Scheduler, SeqState, SeqView, StepBuilder};
+use crate::ids::SeqId;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::mem;
+use std::time::Duration;
+
+/// See the module's documentation. Its lists are sized at the first step, for as many sequences as there can be.
+#[derive(Debug)]
+pub struct ContinuousBatching {
+    /// Prefill tokens in a step that has decode rows, all sequences together. Small keeps the time between two tokens short, large
+    /// keeps the time to the first token short. At least one runs.
+    pub max_chunk: usize,
+    /// Guesses to ask for with each decode row; the engine clamps them to what its drafter gives.
+    pub draft: usize,
+    /// How much waiting one level of priority is worth.
+    pub ageing: Duration,
+    running: Vec<Entry>,
+    waiting: BinaryHeap<Reverse<Entry>>,
+    /// Guesses for each decode row of this step.
+    guesses: usize,
+}
+
+/// Sorts by rank; the smallest comes first. Names break ties, and rise in the order of submission.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Entry {
+    rank: i128,
+    seq: SeqId,
+    left: usize,
+    total: usize,
+}
+
+impl Default for ContinuousBatching {
+    /// Chunks of 512 tokens, up to 8 guesses, 10 seconds a level of priority.
+    fn default() -> Self {
+        ContinuousBatching {
+            max_chunk: 512,
+            draft: 8,
+            ageing: Duration::from_secs(10),
+            running: Vec::new(),
+            waiting: BinaryHeap::new(),
+            guesses: 0,
+        }
+    }
+}
+
+impl Scheduler for ContinuousBatching {
+    fn schedule(&mut self, step: &mut StepBuilder<'_>) {
+        self.running.clear();
+        self.running.reserve(step.max_seqs());
+        let ageing = self.ageing;
+        self.running.extend(step.running().map(|s| Entry::new(s, ageing)));
+        self.running.sort_unstable();
+
+        let decodes = self.running.iter().filter(|e| e.left == 1).count();
+        // No row's guesses may take another row's token.
+        self.guesses = self.draft.min((step.token_budget() / decodes.max(1)).saturating_sub(1));
+        // Decode rows come first in the budget, and a step that reads no prompt at all would let the others wait for ever.
+        let mut chunk = match decodes {
+            0 => step.token_budget(),
+            _ => self.max_chunk.min(step.token_budget().saturating_sub(decodes)).max(1),
+        };
+        if let Some(first) = self.running.first() {
+            let decodes = first.left == 1;
+            self.run(step, 0, decodes, &mut chunk);
+        }
+        for decodes in [true, false] {
+            for i in 1..self.running.len() {
+                self.run(step, i, decodes, &mut chunk);
+            }
+        }
+        self.admit(step, chunk);
+    }
+}
+
+impl ContinuousBatching {
+    /// Gives the `i`-th in rank its turn, if it has one in this round; takes room from those behind it.
+    fn run(&mut self, step: &mut StepBuilder<'_>, i: usize, decodes: bool, chunk: &mut usize) {
+        let Entry { seq, left, .. } = self.running[i];
+        if (left == 1) != decodes || (!decodes && *chunk == 0) {
+            return;
+        }
+        loop {
+            let refused = if decodes {
+                step.decode(seq, self.guesses).err()
+            } else {
+                step.prefill(seq, *chunk).map(|granted| *chunk -= granted).err()
+            };
+            if refused != Some(NoRoom::Blocks) || !self.preempt_behind(step, i) {
+                return;
+            }
+        }
+    }
+
+    /// Preempts the last in rank behind `i` that is not in the plan yet.
+    fn preempt_behind(&mut self, step: &mut StepBuilder<'_>, i: usize) -> bool {
+        self.running[i + 1..].iter().rev().any(|e| step.preempt(e.seq, Preempt::Recompute))
+    }
+
+    /// Admits waiting sequences strictly by rank: one that fits must not pass one that does not, or a long prompt would never
+    /// find its room.
+    fn admit(&mut self, step: &mut StepBuilder<'_>, mut chunk: usize) {
+        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 || step.free_blocks() == 0 {
+            return;
+        }
+        let mut heap = mem::take(&mut self.waiting).into_vec();
+        heap.clear();
+        heap.reserve(step.max_seqs());
+        heap.extend(step.waiting().map(|s| Reverse(Entry::new(s, self.ageing))));
+        self.waiting = BinaryHeap::from(heap);
+
+        // What those that run will need to complete what is known of them. A sequence preempted above is not running any more:
+        // its blocks are counted as free.
+        let (mut alone, mut promised) = (true, 0);
+        for e in &self.running {
+            if step.view(e.seq).is_some_and(|s| s.state() == SeqState::Running) {
+                alone = false;
+                promised += step.blocks_for(e.seq, e.total + 1);
+            }
+        }
+        while let Some(Reverse(entry)) = self.waiting.pop() {
+            // Alone it need not ask: it was submitted because the pool can hold it.
+            if !alone && promised + step.blocks_for(entry.seq, entry.total + 1) > step.free_blocks() {
+                return;
+            }
+            match step.prefill(entry.seq, chunk) {
+                Ok(granted) => chunk -= granted,
+                Err(_) => return,
+            }
+            promised += step.blocks_for(entry.seq, entry.total + 1);
+            alone = false;
+            if chunk == 0 {
+                return;
+            }
+        }
+    }
+}
+
+impl Entry {
+    fn new(s: SeqView<'_>, ageing: Duration) -> Self {
+        // 128 bits: no arrival, priority and ageing overflow.
+        let rank = s.arrival().as_nanos() as i128 - i128::from(s.priority()) * ageing.as_nanos() as i128;
+        Entry { rank, seq: s.id(), left: s.left(), total: s.total() }
+    }
+}

@@ -1,0 +1,110 @@
+//! The pool as the ledger sees it: for each block also how many of its holders are *active* (running, or in the open step),
+//! so that the number of blocks that could be had is known without a search.
+//!
+//! Invariants: `active <= refs`; `reclaimable` is the number of held blocks without an active holder; pins are active holders that
+//! are not sequences.
+#![forbid(unsafe_code)]
+
+use crate::cache::BlockPool;
+use crate::ids::BlockId;
+
+pub(super) struct Kv {
+    pool: BlockPool,
+    active: Vec<u32>,
+    pins: Vec<u32>,
+    reclaimable: usize,
+}
+
+impl Kv {
+    pub(super) fn new(blocks: usize) -> Self {
+        Kv { pool: BlockPool::new(blocks), active: vec![0; blocks], pins: vec![0; blocks], reclaimable: 0 }
+    }
+
+    /// A free block with one active holder.
+    pub(super) fn alloc(&mut self) -> Option<BlockId> {
+        let block = self.pool.alloc()?;
+        self.active[block.index()] = 1;
+        Some(block)
+    }
+
+    pub(super) fn retain(&mut self, block: BlockId, active: bool) {
+        self.change(block, |kv| {
+            kv.pool.retain(block);
+            kv.active[block.index()] += u32::from(active);
+        });
+    }
+
+    pub(super) fn release(&mut self, block: BlockId, active: bool) {
+        self.change(block, |kv| {
+            kv.active[block.index()] -= u32::from(active);
+            kv.pool.release(block);
+        });
+    }
+
+    pub(super) fn activate(&mut self, block: BlockId) {
+        self.change(block, |kv| kv.active[block.index()] += 1);
+    }
+
+    pub(super) fn deactivate(&mut self, block: BlockId) {
+        self.change(block, |kv| kv.active[block.index()] -= 1);
+    }
+
+    /// Keeps the source of a copy from being given out before the copy is done.
+    pub(super) fn pin(&mut self, block: BlockId) {
+        self.retain(block, true);
+        self.pins[block.index()] += 1;
+    }
+
+    pub(super) fn unpin(&mut self, block: BlockId) {
+        self.pins[block.index()] -= 1;
+        self.release(block, true);
+    }
+
+    /// More than one sequence holds it: it must not be written.
+    pub(super) fn shared(&self, block: BlockId) -> bool {
+        self.pool.refs(block) - self.pins[block.index()] > 1
+    }
+
+    /// Active sequences that hold it.
+    pub(super) fn users(&self, block: BlockId) -> u32 {
+        self.active[block.index()] - self.pins[block.index()]
+    }
+
+    /// Held, and by no active sequence and no pin.
+    pub(super) fn idle(&self, block: BlockId) -> bool {
+        self.active[block.index()] == 0 && self.pool.refs(block) > 0
+    }
+
+    /// Held by nobody else than the asker.
+    pub(super) fn alone(&self, block: BlockId) -> bool {
+        self.pool.refs(block) == 1
+    }
+
+    /// Blocks that could be had: free ones, and those that only idle sequences hold.
+    pub(super) fn available(&self) -> usize {
+        self.pool.free() + self.reclaimable
+    }
+
+    pub(super) fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    fn change(&mut self, block: BlockId, act: impl FnOnce(&mut Self)) {
+        self.reclaimable -= usize::from(self.idle(block));
+        act(self);
+        self.reclaimable += usize::from(self.idle(block));
+    }
+
+    /// Compares every count with a recount: `(refs, active)` by sequences, and pins, for each block.
+    pub(super) fn check(&self, refs: &[u32], active: &[u32], pins: &[u32]) {
+        self.pool.check();
+        for i in 0..self.pool.len() {
+            let block = BlockId(i as u32);
+            assert_eq!(self.pins[i], pins[i], "pins of {block:?}");
+            assert_eq!(self.pool.refs(block), refs[i] + pins[i], "references to {block:?}");
+            assert_eq!(self.active[i], active[i] + pins[i], "active holders of {block:?}");
+        }
+        let idle = (0..self.pool.len()).filter(|&i| self.idle(BlockId(i as u32))).count();
+        assert_eq!(self.reclaimable, idle, "blocks that could be taken");
+    }
+}
