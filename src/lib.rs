@@ -16,5 +16,14 @@ pub mod sched;
 pub mod text;
 pub mod weights;
 
+mod session;
+
+pub use backend::cpu::Compute;
+pub use dtype::{FormatId, KvDType};
+pub use engine::{Engine, EngineConfig, Event, EventKind, FinishReason, Request, Status};
 pub use error::{ConfigError, Error, LoadError, RunError, SubmitError, TextError};
 pub use ids::{BlockId, SeqId, TokenId};
+pub use model::{ModelFiles, OpenOptions};
+pub use sample::SamplingParams;
+pub use sched::{Scheduler, StepBuilder};
+pub use session::{Generate, GenerateOptions, Polled, Session};

@@ -9,7 +9,7 @@ mod load;
 mod plan;
 mod transformer;
 
-pub use files::{ModelFiles, OpenOptions};
+pub use files::{ModelFiles, OpenOptions, SideTexts};
 pub use plan::{MemoryPlan, ModelLimits};
 pub use transformer::Transformer;
 
