@@ -351,6 +351,24 @@ pub enum RunError {
         /// The first such token.
         token: TokenId,
     },
+    /// The logits of a row hold +inf: an overflow, from which no distribution follows.
+    #[error("logits of sequence {seq} hold +inf at token {token}")]
+    InfiniteLogits {
+        /// The sequence.
+        seq: SeqId,
+        /// The first such token.
+        token: TokenId,
+    },
+    /// A row of logits that is not as long as the vocabulary.
+    #[error("sequence {seq}: a row of {found} logits for a vocabulary of {expected}")]
+    RowLength {
+        /// The sequence.
+        seq: SeqId,
+        /// The vocabulary.
+        expected: usize,
+        /// The row.
+        found: usize,
+    },
     /// Every token is ruled out.
     #[error("no token is left for sequence {seq}: every logit is -inf")]
     NoToken {
