@@ -1,6 +1,7 @@
-//! Decoding speed of every block format, in bytes read, beside a plain copy of as many values.
+//! Decoding speed of every block format, in bytes read, beside a plain copy of as many values; encoding speed of those
+//! that can be written.
 //!
-//! The blocks are the reference's, repeated; every result is compared with the reference's values before it is timed.
+//! The blocks to decode are the reference's, repeated; every result is compared with the reference's values before it is timed.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use loquat::dtype::FormatId;
@@ -42,5 +43,31 @@ fn decode(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, decode);
+/// Values written a second, as bytes of `f32`; the search for scales is the cost.
+fn encode(criterion: &mut Criterion) {
+    let mut state = 1u32;
+    let values: Vec<f32> = (0..1 << 14)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect();
+    let mut group = criterion.benchmark_group("encode");
+    group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
+    group.throughput(Throughput::Bytes(4 * values.len() as u64));
+    for codec in quant::codecs().iter().filter(|codec| codec.encode.is_some()) {
+        let bytes = quant::encode(codec.id, &values, values.len()).expect("whole blocks");
+        let mut again = vec![0.0; values.len()];
+        quant::decode(codec.id, &bytes, &mut again).expect("whole blocks");
+        let error = again.iter().zip(&values).map(|(a, b)| (a - b) * (a - b)).sum::<f32>() / values.len() as f32;
+        // Half a step of 4 bits over the span of 2.
+        assert!(error.sqrt() < 1.0 / 15.0, "{} comes back as other values", codec.id);
+        group.bench_function(codec.id.name(), |b| {
+            b.iter(|| quant::encode(codec.id, black_box(&values), values.len()).expect("whole blocks"));
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, decode, encode);
 criterion_main!(benches);

@@ -26,18 +26,18 @@ fn fixture(name: &str) -> Vec<u8> {
 }
 
 fn floats(tensors: &SafeTensors, name: &str) -> Vec<f32> {
-    let data = tensors.tensor(name).unwrap();
+    let data = tensors.tensor(name).expect("the fixture has the tensor");
     data.data().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
 fn decode(format: FormatId, bytes: &[u8]) -> Vec<f32> {
     let mut out = vec![f32::NAN; bytes.len() / format.block_bytes() * format.block_len()];
-    quant::decode(format, bytes, &mut out).unwrap();
+    quant::decode(format, bytes, &mut out).expect("the lengths fit");
     out
 }
 
 fn encode(format: FormatId, values: &[f32]) -> Vec<u8> {
-    quant::encode(format, values, values.len()).unwrap()
+    quant::encode(format, values, values.len()).expect("whole blocks of finite values")
 }
 
 fn squared_error(a: &[f32], b: &[f32]) -> f64 {
@@ -47,8 +47,8 @@ fn squared_error(a: &[f32], b: &[f32]) -> f64 {
 
 /// The formats of the fixture, by name.
 fn fixture_formats() -> Vec<FormatId> {
-    let json: serde_json::Value = serde_json::from_slice(&fixture("blocks.json")).unwrap();
-    let names: Vec<_> = json["types"].as_object().unwrap().keys().cloned().collect();
+    let json: serde_json::Value = serde_json::from_slice(&fixture("blocks.json")).expect("valid JSON");
+    let names: Vec<_> = json["types"].as_object().expect("a table of types").keys().cloned().collect();
     assert!(names.len() >= 25);
     let of = |name: &String| FormatId::ALL.iter().copied().find(|f| f.name() == name).unwrap_or_else(|| panic!("{name}"));
     names.iter().map(of).collect()

@@ -30,12 +30,17 @@ impl Format for IQ2S {
     fn decode(block: &Block, out: &mut [f32]) {
         let out = bits::exact::<256>(out);
         let d = bits::half(block.d);
-        for (i, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let scale = block.scales[i / 4] >> (i / 2 % 2 * 4) & 15;
+        for (pair, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            let scale = block.scales[pair / 2] >> (pair % 2 * 4) & 15;
             let scale = d * (0.5 + f32::from(scale)) * 0.25;
-            let high = block.high[i / 4] >> (i % 4 * 2) & 3;
-            let code = usize::from(block.qs[i]) | usize::from(high) << 8;
-            bits::signed(out, scale, &grid::IQ2_S[code], block.signs[i]);
+            let levels: [[i8; 8]; 2] = std::array::from_fn(|j| {
+                let i = 2 * pair + j;
+                let high = block.high[i / 4] >> (i % 4 * 2) & 3;
+                bits::signed(grid::IQ2_S[usize::from(block.qs[i]) | usize::from(high) << 8], block.signs[i])
+            });
+            for (out, level) in out.iter_mut().zip(levels.as_flattened()) {
+                *out = scale * f32::from(*level);
+            }
         }
     }
 }

@@ -27,11 +27,16 @@ impl Format for IQ2XS {
     fn decode(block: &Block, out: &mut [f32]) {
         let out = bits::exact::<256>(out);
         let d = bits::half(block.d);
-        for (i, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let scale = block.scales[i / 4] >> (i / 2 % 2 * 4) & 15;
+        for (pair, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+            let scale = block.scales[pair / 2] >> (pair % 2 * 4) & 15;
             let scale = d * (0.5 + f32::from(scale)) * 0.25;
-            let q = u16::from_le_bytes(block.qs[i]);
-            bits::signed(out, scale, &grid::IQ2_XS[usize::from(q & 511)], bits::even_signs(u32::from(q >> 9)));
+            let levels: [[i8; 8]; 2] = std::array::from_fn(|j| {
+                let q = u16::from_le_bytes(block.qs[2 * pair + j]);
+                bits::signed_evenly(grid::IQ2_XS[usize::from(q & 511)], u32::from(q >> 9))
+            });
+            for (out, level) in out.iter_mut().zip(levels.as_flattened()) {
+                *out = scale * f32::from(*level);
+            }
         }
     }
 }

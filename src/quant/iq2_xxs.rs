@@ -37,9 +37,10 @@ impl Format for IQ2XXS {
         for (group, out) in block.groups.iter().zip(out.as_chunks_mut::<32>().0) {
             let signs_scale = u32::from_le_bytes(group.signs_scale);
             let scale = d * (0.5 + (signs_scale >> 28) as f32) * 0.25;
-            for (j, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-                let grid = &grid::IQ2_XXS[usize::from(group.codes[j])];
-                bits::signed(out, scale, grid, bits::even_signs(signs_scale >> (7 * j)));
+            let levels: [[i8; 8]; 4] =
+                std::array::from_fn(|j| bits::signed_evenly(grid::IQ2_XXS[usize::from(group.codes[j])], signs_scale >> (7 * j)));
+            for (out, level) in out.iter_mut().zip(levels.as_flattened()) {
+                *out = scale * f32::from(*level);
             }
         }
     }

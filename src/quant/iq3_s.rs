@@ -37,9 +37,10 @@ impl Format for IQ3S {
                 let high = block.high[group] >> j & 1;
                 grid::IQ3_S[usize::from(block.qs[group][j]) | usize::from(high) << 8]
             };
-            for (j, out) in out.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-                let pair = [entry(2 * j), entry(2 * j + 1)];
-                bits::signed(out, scale, pair.as_flattened(), block.signs[group][j]);
+            let levels: [[i8; 8]; 4] =
+                std::array::from_fn(|j| bits::signed(grid::pair(entry(2 * j), entry(2 * j + 1)), block.signs[group][j]));
+            for (out, level) in out.iter_mut().zip(levels.as_flattened()) {
+                *out = scale * f32::from(*level);
             }
         }
     }

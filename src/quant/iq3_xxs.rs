@@ -30,10 +30,11 @@ impl Format for IQ3XXS {
         for (group, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
             let signs_scale = u32::from_le_bytes(block.signs_scales[group]);
             let scale = d * (0.5 + (signs_scale >> 28) as f32) * 0.5;
-            let codes = block.qs[group].as_chunks::<2>().0;
-            for (j, (out, [a, b])) in out.as_chunks_mut::<8>().0.iter_mut().zip(codes).enumerate() {
-                let pair = [grid::IQ3_XXS[usize::from(*a)], grid::IQ3_XXS[usize::from(*b)]];
-                bits::signed(out, scale, pair.as_flattened(), bits::even_signs(signs_scale >> (7 * j)));
+            let entry = |j: usize| grid::IQ3_XXS[usize::from(block.qs[group][j])];
+            let levels: [[i8; 8]; 4] =
+                std::array::from_fn(|j| bits::signed_evenly(grid::pair(entry(2 * j), entry(2 * j + 1)), signs_scale >> (7 * j)));
+            for (out, level) in out.iter_mut().zip(levels.as_flattened()) {
+                *out = scale * f32::from(*level);
             }
         }
     }

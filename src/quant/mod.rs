@@ -4,8 +4,8 @@
 //! some numbers, NaN and infinities among them, and never panics. Decoding is the scalar truth that the kernels of the
 //! backends are tested against. The module knows nothing of tensors, files or kernels.
 //!
-//! Invariant: `decode` gives the same bits on every machine (one multiplication order a format, no fused multiply-add),
-//! and a written block decodes to finite numbers only.
+//! Invariant: `decode` gives the same bits on every machine, a NaN's payload aside (one order of operations a format, no
+//! fused multiply-add), and a written block decodes to finite numbers only.
 #![forbid(unsafe_code)]
 
 use crate::dtype::FormatId;
@@ -69,16 +69,22 @@ pub trait Encode: Format {
     fn encode(src: &[f32], block: &mut Self::Block);
 }
 
+/// Bytes of whole blocks, at any address, to their values.
+pub type DecodeFn = fn(&[u8], &mut [f32]);
+
+/// Values to the bytes of whole blocks.
+pub type EncodeFn = fn(&[f32], &mut [u8]);
+
 /// A format with its type erased: functions over the bytes of any number of blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct Codec {
     /// The format.
     pub id: FormatId,
     /// Bytes of whole blocks to values. Panics where the lengths do not fit each other; [`decode`] checks them.
-    pub decode: fn(&[u8], &mut [f32]),
+    pub decode: DecodeFn,
     /// Values to bytes of whole blocks, where the crate can write the format. Panics where the lengths do not fit each
     /// other; [`encode`] checks them, and the values too.
-    pub encode: Option<fn(&[f32], &mut [u8])>,
+    pub encode: Option<EncodeFn>,
     /// The largest magnitude that `encode` takes; 0 where there is none.
     pub limit: f32,
 }

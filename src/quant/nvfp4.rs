@@ -45,7 +45,7 @@ impl Format for NVFP4 {
             let scale = block.half_scale(group);
             let codes = bits::nibbles(&block.qs[group]);
             for (out, code) in out.iter_mut().zip(codes.as_flattened()) {
-                *out = scale * bits::E2M1_DOUBLED[usize::from(code & 15)];
+                *out = scale * bits::e2m1_doubled(*code);
             }
         }
     }

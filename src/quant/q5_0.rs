@@ -28,7 +28,7 @@ impl Format for Q5_0 {
         let d = bits::half(block.d);
         let codes = bits::nibbles(&block.qs);
         let fifth = bits::fifth_bits(&block.fifth);
-        for ((out, code), fifth) in bits::exact::<32>(out).iter_mut().zip(codes.as_flattened()).zip(&fifth) {
+        for ((out, code), fifth) in bits::exact::<32>(out).iter_mut().zip(codes.as_flattened()).zip(fifth.as_flattened()) {
             *out = d * (f32::from(code | fifth) - 16.0);
         }
     }

@@ -1,5 +1,5 @@
-//! Q5_K: [`q4_k`](super::q4_k) with a fifth bit for each code. The fifth bits of the 32nd part share a byte: bit 0
-//! belongs to the first group, bit 7 to the last.
+//! Q5_K: [`q4_k`](super::q4_k) with a fifth bit for each code. The fifth bits of the values at one place in their groups
+//! share a byte: bit 0 belongs to the first group, bit 7 to the last.
 #![forbid(unsafe_code)]
 
 use super::k_scales::{self, Scales};

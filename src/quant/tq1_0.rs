@@ -42,7 +42,7 @@ fn digits<const N: usize>(fractions: &[u8; N], d: f32, out: &mut [f32]) {
     let mut fractions = *fractions;
     for out in out.as_chunks_mut::<N>().0 {
         for (out, fraction) in out.iter_mut().zip(&mut fractions) {
-            let digit = u16::from(*fraction) * 3 >> 8;
+            let digit = (u16::from(*fraction) * 3) >> 8;
             *out = d * (f32::from(digit) - 1.0);
             *fraction = fraction.wrapping_mul(3);
         }

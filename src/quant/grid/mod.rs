@@ -21,6 +21,12 @@ pub(super) static IQ1: [[i8; 8]; 2048] = spread(&one::S, 2, &[-1, 0, 1]);
 
 const TWO: [i8; 3] = [8, 25, 43];
 
+/// Two entries of four side by side.
+#[inline(always)]
+pub(super) fn pair([a, b, c, d]: [i8; 4], [e, f, g, h]: [i8; 4]) -> [i8; 8] {
+    [a, b, c, d, e, f, g, h]
+}
+
 const fn spread<const W: usize, const N: usize>(codes: &[u16; N], digit_bits: usize, levels: &[i8]) -> [[i8; W]; N] {
     let mut out = [[0; W]; N];
     let mut i = 0;
