@@ -69,10 +69,12 @@ pub struct Session {
     held: Option<Held>,
     sent: usize,
     messages: Vec<Message>,
-    /// Messages not yet turned into tokens.
-    unsaid: bool,
+    /// Of the messages, those that an answer was started to, and the answers.
+    said: usize,
     answer: Option<Answer>,
     last: FinishReason,
+    generated: usize,
+    reused: usize,
 }
 
 /// An answer under way.
@@ -102,9 +104,11 @@ impl Session {
             held: None,
             sent: 0,
             messages: Vec::new(),
-            unsaid: false,
+            said: 0,
             answer: None,
             last: FinishReason::Stop,
+            generated: 0,
+            reused: 0,
         })
     }
 
@@ -142,7 +146,6 @@ impl Session {
     /// [`say`](Self::say) with all the fields of a message.
     pub fn say_message(&mut self, message: Message) {
         self.messages.push(message);
-        self.unsaid = true;
     }
 
     /// The messages of the conversation so far.
@@ -153,6 +156,21 @@ impl Session {
     /// The tokens of the conversation so far.
     pub fn tokens(&self) -> &[TokenId] {
         &self.tokens
+    }
+
+    /// Tokens of the last answer.
+    pub fn generated(&self) -> usize {
+        self.generated
+    }
+
+    /// Tokens that the last answer found cached and did not run again.
+    pub fn reused(&self) -> usize {
+        self.reused
+    }
+
+    /// Takes back the last message, unless an answer was started to it.
+    pub fn unsay(&mut self) -> Option<Message> {
+        if self.messages.len() > self.said { self.messages.pop() } else { None }
     }
 
     /// The sequence in the engine, once an answer was started.
@@ -168,7 +186,7 @@ impl Session {
     /// was.
     pub fn start(&mut self, engine: &mut Engine, options: &GenerateOptions) -> Result<(), Error> {
         self.stop(engine)?;
-        let chat = self.unsaid;
+        let chat = self.messages.len() > self.said;
         let tokens = if chat { self.rendered()? } else { self.tokens.clone() };
         let detokenizer = Detokenizer::new(
             &self.tokenizer,
@@ -200,9 +218,11 @@ impl Session {
             }
             None => self.held = Some(engine.own(engine.submit(request(&tokens))?)),
         }
+        self.reused = self.seq().and_then(|seq| engine.view(seq)).map_or(0, |v| v.cached());
+        self.generated = 0;
         self.sent = tokens.len();
         self.tokens = tokens;
-        self.unsaid = false;
+        self.said = self.messages.len();
         self.answer = Some(Answer { detokenizer, text: String::new(), chat, ended: None });
         Ok(())
     }
@@ -223,6 +243,7 @@ impl Session {
                 EventKind::Token { token, .. } => {
                     self.tokens.push(token);
                     self.sent += 1;
+                    self.generated += 1;
                     let stopped = answer.detokenizer.stopped();
                     let text = answer.detokenizer.push(token).to_owned();
                     if answer.detokenizer.stopped() != stopped {
@@ -292,7 +313,7 @@ impl Session {
         self.tokens.truncate(len);
         self.sent = keep;
         self.messages.clear();
-        self.unsaid = false;
+        self.said = 0;
         Ok(())
     }
 
@@ -315,9 +336,11 @@ impl Session {
             sent: if held.is_some() { self.sent } else { 0 },
             held,
             messages: self.messages.clone(),
-            unsaid: self.unsaid,
+            said: self.said,
             answer: None,
             last: self.last.clone(),
+            generated: self.generated,
+            reused: self.reused,
         })
     }
 
@@ -330,7 +353,9 @@ impl Session {
     fn close_answer(&mut self, reason: FinishReason) {
         let answer = self.answer.take();
         if let Some(answer) = answer.filter(|a| a.chat && !matches!(reason, FinishReason::Failed(_))) {
-            self.messages.push(Message::new("assistant", answer.text));
+            // Before what was said while it was under way.
+            self.messages.insert(self.said, Message::new("assistant", answer.text));
+            self.said += 1;
         }
         self.last = reason;
     }
