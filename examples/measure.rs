@@ -66,9 +66,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let mut engine = Engine::new(&files, config)?;
     let load_ms = start.elapsed().as_secs_f64() * 1e3;
 
-    let samples = (0..repeat)
-        .map(|k| sample(&mut engine, prompt_tokens, gen_tokens, batch, k as u64))
-        .collect::<Result<Vec<_>, _>>()?;
+    let samples =
+        (0..repeat).map(|k| sample(&mut engine, prompt_tokens, gen_tokens, batch, k as u64)).collect::<Result<Vec<_>, _>>()?;
     let of = |f: fn(&Sample) -> f64| median(samples.iter().map(f).collect());
     let report = serde_json::json!({
         "load_ms": load_ms,
@@ -90,7 +89,13 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn sample(engine: &mut Engine, prompt: usize, gen_tokens: usize, batch: usize, seed: u64) -> Result<Sample, Box<dyn std::error::Error>> {
+fn sample(
+    engine: &mut Engine,
+    prompt: usize,
+    gen_tokens: usize,
+    batch: usize,
+    seed: u64,
+) -> Result<Sample, Box<dyn std::error::Error>> {
     let vocab = engine.model().spec().vocab as u64;
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) + 1;
     let mut token = || {

@@ -307,7 +307,8 @@ fn gguf_tokenizer(gguf: &Gguf) -> Result<Option<Tokenizer>, LoadError> {
     });
     let types = types.transpose()?;
     let charsmap = get("precompiled_charsmap").map(|v| {
-        let list = v.as_array().and_then(MetaArray::to_i64s).ok_or_else(|| wrong("precompiled_charsmap", "a list of bytes", v))?;
+        let list =
+            v.as_array().and_then(MetaArray::to_i64s).ok_or_else(|| wrong("precompiled_charsmap", "a list of bytes", v))?;
         Ok::<_, TextError>(list.into_iter().map(|b| b as u8).collect::<Vec<u8>>())
     });
     let charsmap = charsmap.transpose()?;
