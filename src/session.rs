@@ -216,7 +216,10 @@ impl Session {
                 }
                 engine.resume(seq, request(&tokens[same..]))?;
             }
-            None => self.held = Some(engine.own(engine.submit(request(&tokens))?)),
+            None => {
+                let seq = engine.submit(request(&tokens))?;
+                self.held = Some(engine.own(seq));
+            }
         }
         self.reused = self.seq().and_then(|seq| engine.view(seq)).map_or(0, |v| v.cached());
         self.generated = 0;
@@ -324,7 +327,10 @@ impl Session {
     pub fn fork(&mut self, engine: &mut Engine) -> Result<Session, Error> {
         self.stop(engine)?;
         let held = match self.seq().filter(|&seq| engine.view(seq).is_some()) {
-            Some(seq) => Some(engine.own(engine.fork(seq)?)),
+            Some(seq) => {
+                let copy = engine.fork(seq)?;
+                Some(engine.own(copy))
+            }
             None => None,
         };
         Ok(Session {

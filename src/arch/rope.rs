@@ -102,16 +102,11 @@ impl RopeSpec {
         }
     }
 
-    /// True where some length has another regime.
-    pub fn changes_with_length(&self) -> bool {
-        matches!(self.scaling, RopeScaling::Dynamic { .. } | RopeScaling::Long { .. })
-    }
-
-    /// The longest length that still has the regime of an empty sequence.
-    pub fn first_regime_len(&self) -> Option<usize> {
+    /// Positions that a model of `context` positions has: frequencies that follow the length know no end.
+    pub fn context(&self, context: usize) -> usize {
         match self.scaling {
-            RopeScaling::Dynamic { original, .. } | RopeScaling::Long { original, .. } => Some(original),
-            _ => None,
+            RopeScaling::Dynamic { .. } => 1 << 30,
+            _ => context,
         }
     }
 

@@ -52,7 +52,7 @@ impl Engine {
         progress: &mut OnProgress<'_>,
     ) -> Result<Self, Error> {
         let limits = config.limits(files.spec())?;
-        let backend = Cpu::new(config.cpu())?;
+        let backend = Cpu::new(&config.cpu())?;
         let plan = MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want());
         if let Some(limit_bytes) = config.memory_limit_bytes.filter(|limit| plan.total_bytes() > *limit) {
             return Err(ConfigError::Memory { what: "the engine", needed_bytes: plan.total_bytes(), limit_bytes }.into());
@@ -69,7 +69,7 @@ impl Engine {
     pub fn plan(files: &ModelFiles, config: &EngineConfig) -> Result<MemoryPlan, Error> {
         let limits = config.limits(files.spec())?;
         // One thread: planning starts none. The scratch of the others is what differs.
-        let backend = Cpu::planning(config.cpu())?;
+        let backend = Cpu::new(&config.cpu())?;
         Ok(MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want()))
     }
 

@@ -60,8 +60,17 @@ struct SeqRun {
     stop_tokens: Vec<TokenId>,
     prompt_logits: bool,
     hold: bool,
+    /// Positions before this one were run, and shown where anyone wanted to see them.
+    shown: usize,
     /// To end, held, once its share of the open step is booked.
     stopping: bool,
+}
+
+impl SeqRun {
+    /// True where rows up to position `end` are wanted that were not shown.
+    fn wants_all(&self, end: usize) -> bool {
+        self.prompt_logits && end > self.shown
+    }
 }
 
 /// Owns a held sequence: dropping it releases the sequence, which the engine does at its next call.
@@ -250,6 +259,7 @@ impl Engine {
             stop_tokens: request.stop_tokens,
             prompt_logits: request.prompt_logits,
             hold: request.hold,
+            shown: known.len().saturating_sub(1),
             stopping: false,
         };
         let new = NewSeq {

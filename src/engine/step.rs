@@ -90,7 +90,8 @@ impl Engine {
                 start: item.start,
                 total: view.total(),
                 blocks: view.block_table(),
-                rows: match (self.runs.get(&item.seq).is_some_and(|r| r.prompt_logits), item.last) {
+                // Of rows that are run anew, after a preemption or in another rotary regime, the first was shown.
+                rows: match (self.runs.get(&item.seq).is_some_and(|r| r.wants_all(item.start + item.len)), item.last) {
                     (true, _) => RowsWanted::All,
                     (false, true) => RowsWanted::Last,
                     (false, false) => RowsWanted::None,
@@ -131,15 +132,18 @@ impl Engine {
         self.ledger.end_step();
     }
 
+    /// Each position once.
     fn show(&mut self, item: &PlanItem, first: usize, end: usize) {
+        let run = self.runs.get_mut(&item.seq).expect("looked up a moment ago");
+        let seen = run.shown;
+        run.shown = seen.max(item.start + item.len);
         let Some(observer) = &mut self.observer else { return };
         for row in first..end {
-            observer(RowView {
-                seq: item.seq,
-                position: item.start + item.len - (end - row),
-                logits: self.logits.row(row),
-                hidden: self.logits.hidden(row),
-            });
+            let position = item.start + item.len - (end - row);
+            if position >= seen {
+                let (logits, hidden) = (self.logits.row(row), self.logits.hidden(row));
+                observer(RowView { seq: item.seq, position, logits, hidden });
+            }
         }
     }
 

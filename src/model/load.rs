@@ -220,7 +220,9 @@ impl Find<'_> {
         let (q, k, v) = (dims.heads * dims.qk_dim, dims.kv_heads * dims.qk_dim, dims.kv_heads * dims.v_dim);
         let Ffn::Gated { intermediate: i, bias, .. } = layer.ffn;
         let part = |role, shape: &[usize]| self.part(role, l, shape);
-        let turned = |role, heads, shape: &[usize]| Ok(Part { order: self.turn(heads), ..part(role, shape)? });
+        let turned = |role, heads, shape: &[usize]| -> Result<Part, LoadError> {
+            Ok(Part { order: self.turn(heads), ..part(role, shape)? })
+        };
         Ok(Layer {
             attn_norm: vec![part(Role::AttnNorm, &[h])?],
             qkv: vec![

@@ -14,7 +14,7 @@ use super::load::Weights;
 use super::plan::ModelLimits;
 use super::{Logits, Model, Progress, Want};
 use crate::arch::{AttnDims, Ffn, ModelSpec, NormSpec, Wiring, angles};
-use crate::backend::{AttnArgs, Backend, Heads, KvShape};
+use crate::backend::{AttnArgs, Backend, Heads};
 use crate::batch::{Batch, BatchLimits};
 use crate::error::RunError;
 use crate::ids::BlockId;

@@ -40,14 +40,15 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
         },
         wiring: Wiring::PreNorm { attn: norm, ffn: norm },
     };
+    let rope = fields::rope(c, shape.head_dim, shape.context)?;
     Ok(ModelSpec {
         arch: ARCH.name,
         vocab: shape.vocab,
         hidden: shape.hidden,
-        context: shape.context,
+        context: rope.context(shape.context),
         embed_scale: 1.0,
         layers: vec![layer; shape.layers],
-        ropes: vec![fields::rope(c, shape.head_dim, shape.context)?],
+        ropes: vec![rope],
         final_norm: norm,
         head: HeadSpec { tied: c.flag_or("tie_word_embeddings", false)?, scale: 1.0, softcap: None },
     })
