@@ -383,6 +383,26 @@ fn closing_gives_handles_and_mappings_back() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn released_tensors_give_their_pages_back() {
+    let scratch = Scratch::new("release");
+    let path = scratch.write("release.gguf", GgufWriter::new().tensor("w", &[8 << 20], 24, &vec![5; 8 << 20]).build());
+    let resident_kb = || {
+        let maps = fs::read_to_string("/proc/self/smaps").unwrap();
+        let (_, mapping) = maps.split_once(path.to_str().unwrap()).unwrap();
+        let (_, resident) = mapping.split_once("Rss:").unwrap();
+        resident.split_whitespace().next().unwrap().parse::<usize>().unwrap()
+    };
+    let gguf = Gguf::open(&path, LoadMode::Map, &mut no_progress).unwrap();
+    let sum = || gguf.tensor("w").unwrap().bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>();
+    assert_eq!(sum(), 5 * (8 << 20));
+    assert!(resident_kb() >= 8 << 10, "{}", resident_kb());
+    gguf.release("w");
+    assert!(resident_kb() < 1 << 10, "{}", resident_kb());
+    assert_eq!(sum(), 5 * (8 << 20));
+}
+
+#[test]
 fn synthetic_weights_are_a_source() {
     let tensor = |name: &str, shape: &[usize], format, fill| SyntheticTensor {
         name: name.to_owned(),

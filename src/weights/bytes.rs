@@ -33,8 +33,8 @@ pub struct LoadProgress {
     pub total_bytes: u64,
 }
 
-/// The callback of everything that loads: called at the start, then every few megabytes, with falling calls never. `Break`
-/// stops loading with [`LoadError::Cancelled`].
+/// The callback of everything that loads: called at the start, then for every few megabytes read and every file mapped; the
+/// numbers never fall. `Break` stops loading with [`LoadError::Cancelled`].
 pub type OnProgress<'a> = dyn FnMut(LoadProgress) -> ControlFlow<()> + 'a;
 
 /// For callers that do not watch: `&mut no_progress`.

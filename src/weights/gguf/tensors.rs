@@ -4,7 +4,7 @@
 use super::cursor::Cursor;
 use crate::dtype::FormatId;
 use crate::error::LoadError;
-use crate::weights::say::{quoted, unsupported};
+use crate::weights::say::{clipped, quoted, unsupported};
 use crate::weights::table::Entry;
 use std::fmt::{self, Display};
 
@@ -58,15 +58,18 @@ impl Info {
         let Some(format) = FormatId::from_ggml(ggml_type) else {
             return Err(unsupported(file, at("the type").to_string(), named_type(ggml_type), supported_types()));
         };
-        let overflow = || bad("shape", "a size that fits 64 bits".to_owned(), format!("{shape:?}"));
+        let overflow = || bad("shape", "a size that fits the address space".to_owned(), format!("{shape:?}"));
         let values = shape.iter().try_fold(1u64, |n, &dim| n.checked_mul(dim)).ok_or_else(overflow)?;
+        // Formats of less than a byte a value have more values than bytes: checked apart, for 32-bit systems.
+        usize::try_from(values).map_err(|_| overflow())?;
         let row_len = shape[dims - 1];
         let block_len = format.block_len() as u64;
         let sizes = shape.iter().map(|&dim| usize::try_from(dim)).collect::<Result<Box<[usize]>, _>>();
         let sizes = sizes.map_err(|_| overflow())?;
         if row_len % block_len != 0 {
             let (row_len, block_len) = (sizes[dims - 1], format.block_len());
-            return Err(LoadError::PartialBlock { tensor: name.to_owned(), row_len, block_len, format });
+            let tensor = clipped(name).escape_debug().to_string();
+            return Err(LoadError::PartialBlock { tensor, row_len, block_len, format });
         }
         let bytes = (values / block_len).checked_mul(format.block_bytes() as u64).ok_or_else(overflow)?;
         if offset % alignment != 0 {

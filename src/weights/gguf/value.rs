@@ -12,40 +12,64 @@ use std::fmt::Display;
 /// The value of a metadata key, in the type that the file gave it.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-#[allow(missing_docs)] // The variants are their own names.
 pub enum MetaValue {
+    /// GGUF's `uint8`.
     U8(u8),
+    /// GGUF's `int8`.
     I8(i8),
+    /// GGUF's `uint16`.
     U16(u16),
+    /// GGUF's `int16`.
     I16(i16),
+    /// GGUF's `uint32`.
     U32(u32),
+    /// GGUF's `int32`.
     I32(i32),
+    /// GGUF's `uint64`.
     U64(u64),
+    /// GGUF's `int64`.
     I64(i64),
+    /// GGUF's `float32`.
     F32(f32),
+    /// GGUF's `float64`.
     F64(f64),
+    /// GGUF's `bool`.
     Bool(bool),
+    /// GGUF's `string`, UTF-8.
     Str(Box<str>),
+    /// GGUF's `array`.
     Array(MetaArray),
 }
 
 /// An array in metadata: one element type for all.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-#[allow(missing_docs)] // The variants are their own names.
 pub enum MetaArray {
+    /// Elements of `uint8`.
     U8(Box<[u8]>),
+    /// Elements of `int8`.
     I8(Box<[i8]>),
+    /// Elements of `uint16`.
     U16(Box<[u16]>),
+    /// Elements of `int16`.
     I16(Box<[i16]>),
+    /// Elements of `uint32`.
     U32(Box<[u32]>),
+    /// Elements of `int32`.
     I32(Box<[i32]>),
+    /// Elements of `uint64`.
     U64(Box<[u64]>),
+    /// Elements of `int64`.
     I64(Box<[i64]>),
+    /// Elements of `float32`.
     F32(Box<[f32]>),
+    /// Elements of `float64`.
     F64(Box<[f64]>),
+    /// Elements of `bool`.
     Bool(Box<[bool]>),
+    /// Strings, all UTF-8.
     Str(Box<StrArray>),
+    /// Arrays, which need not be of one type or length.
     Array(Box<[MetaArray]>),
 }
 

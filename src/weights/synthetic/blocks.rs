@@ -21,7 +21,7 @@ pub(super) fn set_scales(format: FormatId, bytes: &mut [u8], std: f32) {
         F::Q4K => with_min(format, bytes, 0, std / 258.0, 7.5),
         F::Q5K => with_min(format, bytes, 0, std / 527.0, 15.5),
         F::Q6K => f16_at(format, bytes, 208, std / 1366.0),
-        F::IQ2XXS | F::IQ2XS | F::IQ2S => f16_at(format, bytes, 0, std / 45.0),
+        F::IQ2XXS | F::IQ2XS | F::IQ2S => f16_at(format, bytes, 0, std / 55.0),
         F::IQ3XXS => f16_at(format, bytes, 0, std / 138.0),
         F::IQ3S => f16_at(format, bytes, 0, std / 148.0),
         F::IQ1S => f16_at(format, bytes, 0, std / 7.4),
@@ -34,20 +34,21 @@ pub(super) fn set_scales(format: FormatId, bytes: &mut [u8], std: f32) {
             // Two bits hold four codes and ternary has three.
             blocks(format, bytes).for_each(|block| block[..64].iter_mut().for_each(|b| *b &= !((*b & (*b >> 1) & 0x55) << 1)));
         }
+        // Scales that are powers of two: the nearest, by a divisor that is the codes' mean square root over sqrt(2).
         F::MXFP4 => {
-            let scale = (127 + exponent(std / 2.93)).clamp(1, 254) as u8;
+            let scale = (127 + exponent(std / 2.07)).clamp(1, 254) as u8;
             blocks(format, bytes).for_each(|block| block[0] = scale);
         }
         F::NVFP4 => {
-            let scale = e4m3_power_of_two(exponent(std / 2.93));
+            let scale = e4m3_power_of_two(exponent(std / 2.07));
             blocks(format, bytes).for_each(|block| block[..4].fill(scale));
         }
         F::F8E4M3 => {
-            let high = ((exponent(std) + 7).clamp(0, 14) as u8) << 3;
+            let high = ((exponent(std / 1.08) + 7).clamp(0, 14) as u8) << 3;
             bytes.iter_mut().for_each(|b| *b = (*b & 0x87) | high);
         }
         F::F8E5M2 => {
-            let high = ((exponent(std) + 15).clamp(0, 30) as u8) << 2;
+            let high = ((exponent(std / 1.08) + 15).clamp(0, 30) as u8) << 2;
             bytes.iter_mut().for_each(|b| *b = (*b & 0x83) | high);
         }
         // Integers have no scale; the float formats never come here.
