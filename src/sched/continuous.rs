@@ -74,8 +74,12 @@ impl Scheduler for ContinuousBatching {
         self.running.sort_unstable();
 
         let decodes = self.running.iter().filter(|e| e.left == 1).count();
-        // No row's guesses may take another row's token.
+        // No row's guesses may take another row's token, or push anybody out.
         self.guesses = self.draft.min((step.token_budget() / decodes.max(1)).saturating_sub(1));
+        let needed: usize = self.running.iter().map(|e| step.blocks_for(e.seq, e.total + self.guesses.max(1))).sum();
+        if needed > step.free_blocks() {
+            self.guesses = 0;
+        }
         // Decode rows come first in the budget, and a step that reads no prompt at all would let the others wait for ever.
         let mut chunk = match decodes {
             0 => step.token_budget(),
