@@ -1,6 +1,8 @@
 //! The scheduler in seeded worlds: random arrivals, forks, cancels, follow-ups, failing steps, rotary regimes and pools that are
 //! too small, under a good policy, a random one and one that talks nonsense. After every act all invariants are recounted, and
 //! a fake cache, which holds for each slot what was written there, catches any block in a wrong table.
+// A failed step of the test itself is a failed test.
+#![allow(clippy::unwrap_used)]
 
 use loquat::sched::*;
 use loquat::{BlockId, SeqId, SubmitError, TokenId};
@@ -123,7 +125,7 @@ struct World {
     ended: HashMap<SeqId, &'static str>,
     ids: Vec<SeqId>,
     now: Duration,
-    /// Tokens appended, and forks.
+    /// Times that a sequence came to need one more block or passed into another regime, and forks.
     growth: usize,
     /// Preemptions of a sequence so far, and the growth there was at the last.
     preempted: HashMap<SeqId, (u32, usize)>,
@@ -184,6 +186,13 @@ impl World {
         assert!(!self.ids.contains(&id), "{id} is given out twice");
         self.ids.push(id);
         self.live.insert(id, tokens);
+    }
+
+    fn grew(&mut self, id: SeqId, by: usize) {
+        let (now, bs) = (self.live[&id].len(), self.ledger.config().block_size);
+        let before = now - by;
+        let blocks = (now + 1).div_ceil(bs) > (before + 1).div_ceil(bs);
+        self.growth += usize::from(blocks || self.rope.regime(now) != self.rope.regime(before));
     }
 
     fn end(&mut self, id: SeqId, how: &'static str) {
@@ -353,7 +362,7 @@ impl World {
             let accepted = &guesses[&item.seq][..self.rng.within(0, item.draft)];
             self.ledger.commit(item.seq, accepted).unwrap();
             self.live.get_mut(&item.seq).unwrap().extend(accepted);
-            self.growth += accepted.len();
+            self.grew(item.seq, accepted.len());
             assert!(self.ledger.commit(item.seq, &[]).is_err(), "a second time");
             if self.rng.percent(3) {
                 let _ = self.ledger.fork(item.seq, self.now).map(|child| {
@@ -378,7 +387,7 @@ impl World {
             let token = self.rng.below(3) as TokenId;
             self.ledger.append(id, token).unwrap();
             self.live.get_mut(&id).unwrap().push(token);
-            self.growth += 1;
+            self.grew(id, 1);
         }
         if self.ledger.view(id).unwrap().remaining() == 0 || self.rng.percent(4) {
             assert!(self.ledger.append(id, 0).is_err(), "it is full, or has a token to run");
@@ -398,6 +407,7 @@ impl World {
         if policy == Policy::Continuous {
             assert!(dropped || !work || info.items > 0, "work waits and nothing runs");
             self.count_preemptions();
+            self.check_admissions();
         }
         if info.items > 0 {
             assert!(self.ledger.begin_step(self.now).is_err(), "a second step");
@@ -428,6 +438,19 @@ impl World {
         self.check();
         self.ledger.end_step();
         self.check();
+    }
+
+    /// Nobody is admitted beside others unless all of them have room for what is known of them and one token more.
+    fn check_admissions(&self) {
+        let plan = self.ledger.plan_items();
+        let planned: HashSet<_> = plan.iter().map(|p| p.seq).collect();
+        let state = |id| self.ledger.view(id).unwrap().state();
+        let admitted = planned.iter().any(|id| state(*id) == SeqState::Waiting);
+        let active = self.ledger.all().filter(|s| s.state() == SeqState::Running || planned.contains(&s.id()));
+        let bs = self.ledger.config().block_size;
+        let needs = active.map(|s| (s.total() + 1).div_ceil(bs).saturating_sub(s.block_table().len()));
+        let (count, needed) = needs.fold((0, 0), |(n, sum), need| (n + 1, sum + need));
+        assert!(!admitted || count == 1 || needed <= self.ledger.available_blocks(), "admitted without room: {plan:?}");
     }
 
     /// Between two preemptions of one sequence something has grown.
