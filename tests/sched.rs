@@ -481,7 +481,8 @@ impl World {
                 assert_eq!(held, self.live.len());
                 break;
             }
-            assert!(k < 5_000, "it does not end");
+            // Past the threshold of a dynamic regime each of 20 * 15 tokens takes up to 100 steps of one token.
+            assert!(k < 50_000, "it does not end");
             self.step(Policy::Continuous, true);
         }
         for id in self.live.keys().copied().collect::<Vec<_>>() {

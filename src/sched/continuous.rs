@@ -76,9 +76,8 @@ impl Scheduler for ContinuousBatching {
 
         let decodes = self.running.iter().filter(|e| e.left == 1).count();
         // No row's guesses may take another row's token, or push anybody out.
-        self.guesses = self.draft.min((step.token_budget() / decodes.max(1)).saturating_sub(1));
-        let needed: usize = self.running.iter().map(|e| step.blocks_for(e.seq, e.total + self.guesses.max(1))).sum();
-        if needed > step.free_blocks() {
+        self.guesses = self.draft.min(step.max_draft()).min((step.token_budget() / decodes.max(1)).saturating_sub(1));
+        if self.guesses > 0 && self.needed(step, self.guesses) > step.free_blocks() {
             self.guesses = 0;
         }
         // Decode rows come first in the budget, and a step that reads no prompt at all would let the others wait for ever.
@@ -118,6 +117,11 @@ impl ContinuousBatching {
         }
     }
 
+    /// Blocks that those that run need to complete what is known of them, and so many tokens more.
+    fn needed(&self, step: &StepBuilder<'_>, more: usize) -> usize {
+        self.running.iter().filter(|e| e.left > 0).map(|e| step.blocks_for(e.seq, e.total + more)).sum()
+    }
+
     /// Preempts the last in rank behind `i` that is not in the plan yet.
     fn preempt_behind(&mut self, step: &mut StepBuilder<'_>, i: usize) -> bool {
         let victim = self.running[i + 1..].iter_mut().rev().find(|e| e.left > 0 && step.preempt(e.seq, Preempt::Recompute));
@@ -127,7 +131,7 @@ impl ContinuousBatching {
     /// Admits waiting sequences strictly by rank: one that fits must not pass one that does not, or a long prompt would never
     /// find its room.
     fn admit(&mut self, step: &mut StepBuilder<'_>, mut chunk: usize) {
-        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 || step.free_blocks() == 0 {
+        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 || step.waiting().next().is_none() {
             return;
         }
         let mut heap = mem::take(&mut self.waiting).into_vec();
@@ -138,11 +142,8 @@ impl ContinuousBatching {
 
         // What those that run will need to complete what is known of them. A sequence preempted above is not running any more:
         // its blocks are counted as free.
-        let (mut alone, mut promised) = (true, 0);
-        for e in self.running.iter().filter(|e| e.left > 0) {
-            alone = false;
-            promised += step.blocks_for(e.seq, e.total + 1);
-        }
+        let mut promised = self.needed(step, 1);
+        let mut alone = self.running.iter().all(|e| e.left == 0);
         while let Some(Reverse(entry)) = self.waiting.pop() {
             // Alone it need not ask: it was submitted because the pool can hold it.
             if !alone && promised + step.blocks_for(entry.seq, entry.total + 1) > step.free_blocks() {

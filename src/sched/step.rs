@@ -124,6 +124,11 @@ impl StepBuilder<'_> {
         self.ledger.cfg.step_seqs.saturating_sub(self.ledger.step.plan.len())
     }
 
+    /// The most guesses a decode row can get; 0 where nothing drafts.
+    pub fn max_draft(&self) -> usize {
+        self.ledger.cfg.max_draft
+    }
+
     /// The most sequences there can be, in all lists: a bound for a policy's own memory.
     pub fn max_seqs(&self) -> usize {
         self.ledger.cfg.max_seqs
