@@ -22,6 +22,7 @@ pub(crate) struct Usage {
 }
 
 /// One option.
+#[derive(Clone, Copy)]
 pub(crate) struct Opt {
     /// With its dashes: `--max-tokens`.
     pub(crate) name: &'static str,

@@ -19,7 +19,7 @@ impl Ledger {
 
     fn check_blocks(&self) {
         let bs = self.cfg.block_size;
-        let [mut refs, mut active, mut pins] = [(); 3].map(|()| vec![0; self.cfg.blocks]);
+        let [mut refs, mut active] = [(); 2].map(|()| vec![0; self.cfg.blocks]);
         // Block, index in the table and the block before: sharers of one share all before.
         let mut before = HashMap::new();
         for s in self.seqs.all() {
@@ -44,10 +44,12 @@ impl Ledger {
                 previous = Some(b);
             }
         }
+        // A copy's source is held until the step is over.
         for (from, _) in &self.step.copies {
-            pins[from.index()] += 1;
+            refs[from.index()] += 1;
+            active[from.index()] += 1;
         }
-        self.kv.check(&refs, &active, &pins);
+        self.kv.check(&refs, &active);
     }
 
     fn check_lists(&self) {
@@ -89,7 +91,7 @@ impl Ledger {
             assert_eq!(item.last, item.start + item.len == s.tokens.len(), "{item:?}");
             assert!(item.draft == 0 || s.tokens.len() + item.draft < s.limit, "{item:?}");
             for b in &s.blocks[item.start / bs..end.div_ceil(bs)] {
-                assert!(!self.kv.shared(*b), "{item:?} writes {b:?}, which is shared");
+                assert!(!self.kv.shared(*b), "{item:?} writes {b:?}, which is shared or copied from");
             }
         }
         assert_eq!(planned, self.seqs.all().filter(|s| s.planned.is_some()).count(), "sequences that say they are planned");

@@ -15,11 +15,11 @@
 //!
 //! Why there is no livelock. Only those ranked behind are preempted: the first in rank never is, and as it could fill the
 //! whole pool if it must, every step gets it on. A preempted sequence is admitted again only when there is room for all that
-//! run and for itself, each with one token more than is known; so between two preemptions of one sequence some other one
-//! has got a new token or a new rotary regime, or was forked.
+//! run and for itself, each with one token more than is known; so between two preemptions of one sequence some sequence has
+//! grown into another block or another rotary regime, or was forked.
 #![forbid(unsafe_code)]
 
-use super::{NoRoom, Preempt, Scheduler, SeqState, SeqView, StepBuilder};
+use super::{NoRoom, Preempt, Scheduler, SeqView, StepBuilder};
 use crate::ids::SeqId;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -47,6 +47,7 @@ pub struct ContinuousBatching {
 struct Entry {
     rank: i128,
     seq: SeqId,
+    /// Known tokens still to run; 0 once it is preempted.
     left: usize,
     total: usize,
 }
@@ -74,8 +75,11 @@ impl Scheduler for ContinuousBatching {
         self.running.sort_unstable();
 
         let decodes = self.running.iter().filter(|e| e.left == 1).count();
-        // No row's guesses may take another row's token.
-        self.guesses = self.draft.min((step.token_budget() / decodes.max(1)).saturating_sub(1));
+        // No row's guesses may take another row's token, or push anybody out.
+        self.guesses = self.draft.min(step.max_draft()).min((step.token_budget() / decodes.max(1)).saturating_sub(1));
+        if self.guesses > 0 && self.needed(step, self.guesses) > step.free_blocks() {
+            self.guesses = 0;
+        }
         // Decode rows come first in the budget, and a step that reads no prompt at all would let the others wait for ever.
         let mut chunk = match decodes {
             0 => step.token_budget(),
@@ -98,7 +102,7 @@ impl ContinuousBatching {
     /// Gives the `i`-th in rank its turn, if it has one in this round; takes room from those behind it.
     fn run(&mut self, step: &mut StepBuilder<'_>, i: usize, decodes: bool, chunk: &mut usize) {
         let Entry { seq, left, .. } = self.running[i];
-        if (left == 1) != decodes || (!decodes && *chunk == 0) {
+        if left == 0 || (left == 1) != decodes || (!decodes && *chunk == 0) {
             return;
         }
         loop {
@@ -113,15 +117,21 @@ impl ContinuousBatching {
         }
     }
 
+    /// Blocks that those that run need to complete what is known of them, and so many tokens more.
+    fn needed(&self, step: &StepBuilder<'_>, more: usize) -> usize {
+        self.running.iter().filter(|e| e.left > 0).map(|e| step.blocks_for(e.seq, e.total + more)).sum()
+    }
+
     /// Preempts the last in rank behind `i` that is not in the plan yet.
     fn preempt_behind(&mut self, step: &mut StepBuilder<'_>, i: usize) -> bool {
-        self.running[i + 1..].iter().rev().any(|e| step.preempt(e.seq, Preempt::Recompute))
+        let victim = self.running[i + 1..].iter_mut().rev().find(|e| e.left > 0 && step.preempt(e.seq, Preempt::Recompute));
+        victim.map(|e| e.left = 0).is_some()
     }
 
     /// Admits waiting sequences strictly by rank: one that fits must not pass one that does not, or a long prompt would never
     /// find its room.
     fn admit(&mut self, step: &mut StepBuilder<'_>, mut chunk: usize) {
-        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 || step.free_blocks() == 0 {
+        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 || step.waiting().next().is_none() {
             return;
         }
         let mut heap = mem::take(&mut self.waiting).into_vec();
@@ -132,13 +142,8 @@ impl ContinuousBatching {
 
         // What those that run will need to complete what is known of them. A sequence preempted above is not running any more:
         // its blocks are counted as free.
-        let (mut alone, mut promised) = (true, 0);
-        for e in &self.running {
-            if step.view(e.seq).is_some_and(|s| s.state() == SeqState::Running) {
-                alone = false;
-                promised += step.blocks_for(e.seq, e.total + 1);
-            }
-        }
+        let mut promised = self.needed(step, 1);
+        let mut alone = self.running.iter().all(|e| e.left == 0);
         while let Some(Reverse(entry)) = self.waiting.pop() {
             // Alone it need not ask: it was submitted because the pool can hold it.
             if !alone && promised + step.blocks_for(entry.seq, entry.total + 1) > step.free_blocks() {

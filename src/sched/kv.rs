@@ -1,8 +1,7 @@
 //! The pool as the ledger sees it: for each block also how many of its holders are *active* (running, or in the open step),
 //! so that the number of blocks that could be had is known without a search.
 //!
-//! Invariants: `active <= refs`; `reclaimable` is the number of held blocks without an active holder; pins are active holders that
-//! are not sequences.
+//! Invariants: `active <= refs`; `reclaimable` is the number of held blocks without an active holder.
 #![forbid(unsafe_code)]
 
 use crate::cache::BlockPool;
@@ -11,13 +10,12 @@ use crate::ids::BlockId;
 pub(super) struct Kv {
     pool: BlockPool,
     active: Vec<u32>,
-    pins: Vec<u32>,
     reclaimable: usize,
 }
 
 impl Kv {
     pub(super) fn new(blocks: usize) -> Self {
-        Kv { pool: BlockPool::new(blocks), active: vec![0; blocks], pins: vec![0; blocks], reclaimable: 0 }
+        Kv { pool: BlockPool::new(blocks), active: vec![0; blocks], reclaimable: 0 }
     }
 
     /// A free block with one active holder.
@@ -49,35 +47,19 @@ impl Kv {
         self.change(block, |kv| kv.active[block.index()] -= 1);
     }
 
-    /// Keeps the source of a copy from being given out before the copy is done.
-    pub(super) fn pin(&mut self, block: BlockId) {
-        self.retain(block, true);
-        self.pins[block.index()] += 1;
-    }
-
-    pub(super) fn unpin(&mut self, block: BlockId) {
-        self.pins[block.index()] -= 1;
-        self.release(block, true);
-    }
-
-    /// More than one sequence holds it: it must not be written.
+    /// Somebody else holds it than the one who asks: it must not be written.
     pub(super) fn shared(&self, block: BlockId) -> bool {
-        self.pool.refs(block) - self.pins[block.index()] > 1
+        self.pool.refs(block) > 1
     }
 
-    /// Active sequences that hold it.
+    /// Holders that cannot lose it.
     pub(super) fn users(&self, block: BlockId) -> u32 {
-        self.active[block.index()] - self.pins[block.index()]
+        self.active[block.index()]
     }
 
-    /// Held, and by no active sequence and no pin.
+    /// Held, and by idle sequences only.
     pub(super) fn idle(&self, block: BlockId) -> bool {
         self.active[block.index()] == 0 && self.pool.refs(block) > 0
-    }
-
-    /// Held by nobody else than the asker.
-    pub(super) fn alone(&self, block: BlockId) -> bool {
-        self.pool.refs(block) == 1
     }
 
     /// Blocks that could be had: free ones, and those that only idle sequences hold.
@@ -95,14 +77,13 @@ impl Kv {
         self.reclaimable += usize::from(self.idle(block));
     }
 
-    /// Compares every count with a recount: `(refs, active)` by sequences, and pins, for each block.
-    pub(super) fn check(&self, refs: &[u32], active: &[u32], pins: &[u32]) {
+    /// Compares every count with a recount, block by block.
+    pub(super) fn check(&self, refs: &[u32], active: &[u32]) {
         self.pool.check();
         for i in 0..self.pool.len() {
             let block = BlockId(i as u32);
-            assert_eq!(self.pins[i], pins[i], "pins of {block:?}");
-            assert_eq!(self.pool.refs(block), refs[i] + pins[i], "references to {block:?}");
-            assert_eq!(self.active[i], active[i] + pins[i], "active holders of {block:?}");
+            assert_eq!(self.pool.refs(block), refs[i], "references to {block:?}");
+            assert_eq!(self.active[i], active[i], "active holders of {block:?}");
         }
         let idle = (0..self.pool.len()).filter(|&i| self.idle(BlockId(i as u32))).count();
         assert_eq!(self.reclaimable, idle, "blocks that could be taken");

@@ -371,8 +371,9 @@ impl Ledger {
         let (seq, kv) = (&mut self.seqs[i], &mut self.kv);
         seq.computed = computed;
         let active = seq.active();
-        let mut kept = computed.div_ceil(self.cfg.block_size);
-        for k in kept..seq.blocks.len() {
+        let valid = computed.div_ceil(self.cfg.block_size);
+        let mut kept = valid;
+        for k in valid..seq.blocks.len() {
             let block = seq.blocks[k];
             if active && !kv.shared(block) {
                 seq.blocks[kept] = block;

@@ -124,6 +124,11 @@ impl StepBuilder<'_> {
         self.ledger.cfg.step_seqs.saturating_sub(self.ledger.step.plan.len())
     }
 
+    /// The most guesses a decode row can get; 0 where nothing drafts.
+    pub fn max_draft(&self) -> usize {
+        self.ledger.cfg.max_draft
+    }
+
     /// The most sequences there can be, in all lists: a bound for a policy's own memory.
     pub fn max_seqs(&self) -> usize {
         self.ledger.cfg.max_seqs
@@ -302,8 +307,9 @@ impl Ledger {
         self.close();
     }
 
-    /// Closes a step whose forward pass failed. The next plan of the same policy is the same, as long as nothing else
-    /// happens: what this step took from idle sequences, it finds free. Preemptions stand.
+    /// Closes a step whose forward pass failed: nothing is committed that was not before. Where nothing else happens, a policy that
+    /// preempted nobody comes to the same plan again: what it took from idle sequences, it now finds free. Preemptions
+    /// stand. To run the very same plan again, leave the step open: copies and runs may be repeated.
     pub fn abort_step(&mut self) {
         self.close();
     }
@@ -330,7 +336,7 @@ impl Ledger {
             }
         }
         for (from, _) in self.step.copies.drain(..) {
-            self.kv.unpin(from);
+            self.kv.release(from, true);
         }
         self.step.plan.clear();
         self.step.undo.clear();
@@ -365,8 +371,8 @@ impl Ledger {
             match self.take_block() {
                 Some(to) => {
                     undo.original = Some(from);
-                    self.kv.pin(from);
-                    self.kv.release(from, true);
+                    // Its reference stays with the copy until the step is over: nobody can be given the source or write it
+                    // in place, so that copies can be made twice and undoing them finds it as it was.
                     self.seqs[i].blocks[start / bs] = to;
                     self.step.copies.push((from, to));
                 }
@@ -402,7 +408,7 @@ impl Ledger {
             let mut at = self.seqs.next_idle(None);
             while let Some(i) = at {
                 let block = *self.seqs[i].blocks.last().expect("a listed sequence has blocks");
-                if self.kv.idle(block) && (shared || self.kv.alone(block)) {
+                if self.kv.idle(block) && (shared || !self.kv.shared(block)) {
                     self.drop_last(i);
                     return true;
                 }
