@@ -1,4 +1,7 @@
-//! The chain from a row to a token, over scratch that is allocated once and shared by all sequences.
+//! The chain from a row to a token, over scratch that is allocated once and shared by all sequences. Knows the order of
+//! the steps; what each does to a row stands in the state, how it selects in `select`.
+//!
+//! Invariant: a call leaves nothing behind that the next one could see, whether it gave a token or an error.
 #![forbid(unsafe_code)]
 
 use super::draw::Stream;

@@ -165,7 +165,7 @@ impl Candidates {
     /// sort that one bucket by (key, id) and walk it to the border; keep everything up to there
     /// ```
     ///
-    /// Cost: three passes and the sort of one bucket, where a sort of everything costs ten times as much.
+    /// Cost: three passes and the sort of one bucket of 1,024, whatever the share.
     pub(super) fn keep_mass(&mut self, goal: f64, key: impl Fn(f32) -> f32, ties: bool) {
         let range = self.scores.iter().map(|&s| key(s)).fold(0.0f32, f32::max).min(MAX_RANGE);
         let scale = if range > 0.0 { BUCKETS as f32 / range } else { 0.0 };
