@@ -273,12 +273,40 @@ pub enum TextError {
         /// The template engine's own words, with the line.
         message: String,
     },
+    /// A piece of text for which the vocabulary has no token and no way around.
+    #[error("byte {at} of the text: the vocabulary has no token for {found}")]
+    Unencodable {
+        /// Where, in bytes from the start.
+        at: usize,
+        /// The byte or character.
+        found: String,
+    },
+    /// A setting of the detokenizer or the template out of its range.
+    #[error("{name}: expected {expected}, found {found}")]
+    Parameter {
+        /// The setting.
+        name: &'static str,
+        /// What would do.
+        expected: &'static str,
+        /// What was given.
+        found: String,
+    },
     /// The model came without what was asked for.
     #[error("the model has no {what}")]
     Absent {
         /// A tokenizer, or a chat template.
         what: &'static str,
     },
+}
+
+impl TextError {
+    pub(crate) fn tokenizer(at: impl Into<String>, expected: impl Into<String>, found: impl ToString) -> Self {
+        TextError::Tokenizer { at: at.into(), expected: expected.into(), found: found.to_string() }
+    }
+
+    pub(crate) fn template(message: impl Into<String>) -> Self {
+        TextError::Template { message: message.into() }
+    }
 }
 
 /// Why a request was refused at the door. The engine is as it was.

@@ -3,7 +3,7 @@
 mod common;
 
 use common::golden::{Golden, close, fixtures, json, same_greedy};
-use common::{exact, finish, open, record};
+use common::engines::{exact, finish, open, record};
 use loquat::engine::{Engine, EngineConfig, Request};
 use loquat::model::{ModelFiles, OpenOptions};
 use loquat::text::{AddSpecial, EncodeOptions};
