@@ -1,1 +1,7 @@
-//! (being written)
+//! The CPU backend: packed panels of weights, fork-join threads, kernel tiers chosen at run time.
+//!
+//! Invariant: a result has the same bits on every tier and for any number of threads.
+
+mod float_env;
+mod pool;
+mod simd;
