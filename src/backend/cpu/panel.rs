@@ -138,15 +138,7 @@ static PANELS: &[(FormatId, Panel)] = &[
 ];
 
 const fn plain(size: usize, row: fn(&[u8], usize, &mut [f32])) -> Panel {
-    Panel {
-        kernel: 0,
-        block_len: 1,
-        bytes: LANES * size,
-        work_bytes: LANES * 4,
-        quantized: false,
-        pack: pack_plain::<4>,
-        row,
-    }
+    Panel { kernel: 0, block_len: 1, bytes: LANES * size, work_bytes: LANES * 4, quantized: false, pack: pack_plain::<4>, row }
 }
 
 const fn quant<Q: Quant>(kernel: usize) -> Panel {

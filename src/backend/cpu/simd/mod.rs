@@ -1,12 +1,18 @@
 //! Kernel tiers: one table of function pointers each, chosen once for a backend. Every tier gives the same bits; only speed
 //! differs. A new instruction set adds one file a group and one row here.
 
+mod linear;
+
+pub(super) use linear::{Input, LinearFns};
+
 use crate::error::ConfigError;
 
 /// The kernels of one instruction set.
 pub(super) struct Tier {
     /// `scalar`, `avx2` or `avx512`.
     pub(super) name: &'static str,
+    /// Matrices.
+    pub(super) linear: &'static LinearFns,
 }
 
 impl Tier {
@@ -32,7 +38,13 @@ impl Tier {
     }
 }
 
+/// The slowest first; of two with the same name a machine runs one.
 static TIERS: &[(&Tier, fn() -> bool)] = &[
+    #[cfg(target_arch = "x86_64")]
+    (&SCALAR_FMA, has_fma),
+    #[cfg(target_arch = "x86_64")]
+    (&SCALAR, || !has_fma()),
+    #[cfg(not(target_arch = "x86_64"))]
     (&SCALAR, || true),
     #[cfg(target_arch = "x86_64")]
     (&AVX2, has_avx2),
@@ -40,11 +52,20 @@ static TIERS: &[(&Tier, fn() -> bool)] = &[
     (&AVX512, has_avx512),
 ];
 
-static SCALAR: Tier = Tier { name: "scalar" };
+static SCALAR: Tier = Tier { name: "scalar", linear: &linear::SCALAR };
+/// The scalar code, compiled for machines with FMA: `mul_add` is a slow call without.
 #[cfg(target_arch = "x86_64")]
-static AVX2: Tier = Tier { name: "avx2" };
+static SCALAR_FMA: Tier = Tier { name: "scalar", linear: &linear::SCALAR_FMA };
 #[cfg(target_arch = "x86_64")]
-static AVX512: Tier = Tier { name: "avx512" };
+static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2 };
+#[cfg(target_arch = "x86_64")]
+static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512 };
+
+/// Kernels of the second scalar tier may enable `fma`.
+#[cfg(target_arch = "x86_64")]
+fn has_fma() -> bool {
+    is_x86_feature_detected!("fma")
+}
 
 /// Kernels of the tier may enable `avx2,fma,f16c`.
 #[cfg(target_arch = "x86_64")]

@@ -256,7 +256,7 @@ impl LinearFns {
             for first in (0..w.k).step_by(SLICE) {
                 let here = SLICE.min(w.k - first);
                 for lane in 0..lanes {
-                    (codec.decode)(w.source(p * LANES + lane, first, here), &mut values[..here]);
+                    (codec.decode)(w.source(codec, p * LANES + lane, first, here), &mut values[..here]);
                     for (v, to) in values[..here].iter().zip(slice.0.chunks_exact_mut(LANES)) {
                         to[lane] = *v;
                     }
@@ -311,3 +311,6 @@ struct Out {
 unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}
+
+#[cfg(test)]
+mod tests;
