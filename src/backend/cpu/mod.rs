@@ -2,6 +2,9 @@
 //!
 //! Invariant: a result has the same bits on every tier and for any number of threads.
 
+mod attention;
 mod float_env;
+mod kv;
 mod pool;
 mod simd;
+mod vector;

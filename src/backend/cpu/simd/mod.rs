@@ -1,12 +1,32 @@
 //! Kernel tiers: one table of function pointers each, chosen once for a backend. Every tier gives the same bits; only speed
 //! differs. A new instruction set adds one file a group and one row here.
 
+/// A function with instructions enabled, if any.
+macro_rules! enable {
+    ("", $($f:tt)*) => { $($f)* };
+    ($features:tt, $($f:tt)*) => { #[target_feature(enable = $features)] $($f)* };
+}
+
+mod attention;
+mod f16;
+mod lanes;
+mod math;
+mod vector;
+
+pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, VECTORS};
+pub(super) use lanes::LANES;
+pub(super) use vector::VectorKernels;
+
 use crate::error::ConfigError;
 
 /// The kernels of one instruction set.
 pub(super) struct Tier {
     /// `scalar`, `avx2` or `avx512`.
     pub(super) name: &'static str,
+    /// Attention over the paged cache.
+    pub(super) attention: &'static AttnKernels,
+    /// Norms, rotations, activations.
+    pub(super) vector: &'static VectorKernels,
 }
 
 impl Tier {
@@ -40,11 +60,11 @@ static TIERS: &[(&Tier, fn() -> bool)] = &[
     (&AVX512, has_avx512),
 ];
 
-static SCALAR: Tier = Tier { name: "scalar" };
+static SCALAR: Tier = Tier { name: "scalar", attention: &attention::SCALAR, vector: &vector::SCALAR };
 #[cfg(target_arch = "x86_64")]
-static AVX2: Tier = Tier { name: "avx2" };
+static AVX2: Tier = Tier { name: "avx2", attention: &attention::AVX2, vector: &vector::AVX2 };
 #[cfg(target_arch = "x86_64")]
-static AVX512: Tier = Tier { name: "avx512" };
+static AVX512: Tier = Tier { name: "avx512", attention: &attention::AVX512, vector: &vector::AVX512 };
 
 /// Kernels of the tier may enable `avx2,fma,f16c`.
 #[cfg(target_arch = "x86_64")]
