@@ -1,9 +1,23 @@
 //! Kernel tiers: one table of function pointers each, chosen once for a backend. Every tier gives the same bits; only speed
 //! differs. A new instruction set adds one file a group and one row here.
 
-mod linear;
+/// A function with instructions enabled, if any.
+macro_rules! enable {
+    ("", $($f:tt)*) => { $($f)* };
+    ($features:tt, $($f:tt)*) => { #[target_feature(enable = $features)] $($f)* };
+}
 
+mod attention;
+mod f16;
+mod lanes;
+mod linear;
+mod math;
+mod vector;
+
+pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, VECTORS};
+pub(super) use lanes::LANES;
 pub(super) use linear::{Input, LinearFns};
+pub(super) use vector::VectorKernels;
 
 use crate::error::ConfigError;
 
@@ -13,6 +27,10 @@ pub(super) struct Tier {
     pub(super) name: &'static str,
     /// Matrices.
     pub(super) linear: &'static LinearFns,
+    /// Attention over the paged cache.
+    pub(super) attention: &'static AttnKernels,
+    /// Norms, rotations, activations.
+    pub(super) vector: &'static VectorKernels,
 }
 
 impl Tier {
@@ -52,14 +70,15 @@ static TIERS: &[(&Tier, fn() -> bool)] = &[
     (&AVX512, has_avx512),
 ];
 
-static SCALAR: Tier = Tier { name: "scalar", linear: &linear::SCALAR };
+static SCALAR: Tier = Tier { name: "scalar", linear: &linear::SCALAR, attention: &attention::SCALAR, vector: &vector::SCALAR };
 /// The scalar code, compiled for machines with FMA: `mul_add` is a slow call without.
 #[cfg(target_arch = "x86_64")]
-static SCALAR_FMA: Tier = Tier { name: "scalar", linear: &linear::SCALAR_FMA };
+static SCALAR_FMA: Tier =
+    Tier { name: "scalar", linear: &linear::SCALAR_FMA, attention: &attention::SCALAR_FMA, vector: &vector::SCALAR_FMA };
 #[cfg(target_arch = "x86_64")]
-static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2 };
+static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2, attention: &attention::AVX2, vector: &vector::AVX2 };
 #[cfg(target_arch = "x86_64")]
-static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512 };
+static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512, attention: &attention::AVX512, vector: &vector::AVX512 };
 
 /// Kernels of the second scalar tier may enable `fma`.
 #[cfg(target_arch = "x86_64")]

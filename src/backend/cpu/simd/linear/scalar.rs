@@ -101,6 +101,7 @@ unsafe fn plain_fma<P: Plain>(job: &Job<'_>) {
 /// As [`LinearFns::panel`].
 #[inline(always)]
 unsafe fn quant<Q: Quant>(job: &Job<'_>) {
+    assert!(job.w.len() == job.blocks * Q::BYTES, "whole blocks");
     for tile in job.tiles.clone().map(|i| job.tile(i)) {
         for r in 0..tile.rows {
             // SAFETY: passed on.
@@ -194,6 +195,7 @@ impl Plain for BF16 {
 /// As [`LinearFns::panel`].
 #[inline(always)]
 unsafe fn plain<P: Plain>(job: &Job<'_>) {
+    assert!(job.w.len() == job.blocks * P::BYTES, "whole blocks");
     for tile in job.tiles.clone().map(|i| job.tile(i)) {
         for r in 0..tile.rows {
             // SAFETY: passed on.
