@@ -114,6 +114,9 @@ pub enum LoadError {
     /// The tokenizer or the chat template is wrong.
     #[error(transparent)]
     Text(#[from] TextError),
+    /// The device refused, for want of memory for example.
+    #[error(transparent)]
+    Device(#[from] RunError),
 }
 
 impl LoadError {

@@ -3,7 +3,7 @@
 //!
 //! Invariant: a row's result depends on that row, its position and the cache alone: not on other rows, on how many there
 //! are, on threads, nor on how the device splits the work.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod cpu;
 

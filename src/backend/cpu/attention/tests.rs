@@ -1,0 +1,355 @@
+//! Attention against f64, and its bits over tiers, threads, batches and chunks. The cache holds NaNs wherever nothing was
+//! written, so that any of them that counts shows.
+
+use super::super::kv::CpuKv;
+use super::super::pool::Pool;
+use super::super::simd::Tier;
+use super::*;
+use crate::arch::AttnDims;
+use crate::batch::{BatchItem, RowsWanted};
+
+/// A small generator: numbers near a normal law.
+struct Rng(u64);
+
+impl Rng {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 >> 33
+    }
+
+    fn normal(&mut self) -> f32 {
+        (0..4).map(|_| self.bits() as f32 / (1u64 << 31) as f32 - 0.5).sum::<f32>() * 1.7
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    heads: usize,
+    kv_heads: usize,
+    qk_dim: usize,
+    v_dim: usize,
+    block_size: usize,
+    dtype: KvDType,
+    window: Option<usize>,
+    softcap: Option<f32>,
+}
+
+/// Sequences with all their tokens in the cache.
+struct World {
+    shape: Shape,
+    args: AttnArgs,
+    kv_shape: KvShape,
+    kv: CpuKv,
+    /// Per sequence: the block table and, per token, q, k and v as the cache rounds them.
+    seqs: Vec<Seq>,
+    limits: BatchLimits,
+}
+
+struct Seq {
+    table: Vec<BlockId>,
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+const LAYER: usize = 1;
+
+impl World {
+    fn new(shape: Shape, lens: &[usize]) -> World {
+        let Shape { heads, kv_heads, qk_dim, v_dim, block_size, dtype, .. } = shape;
+        let dims = AttnDims { heads, kv_heads, qk_dim, v_dim };
+        let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40 };
+        let per_seq: Vec<_> = lens.iter().map(|l| l.div_ceil(block_size)).collect();
+        let blocks = per_seq.iter().sum::<usize>() + 3;
+        let kv_shape = KvShape { layers: vec![other, dims, other], blocks, block_size, dtype };
+        let mut kv = CpuKv::new(&kv_shape).unwrap();
+        kv.poison();
+        let mut rng = Rng(lens.len() as u64 + lens[0] as u64);
+        let mut ids: Vec<_> = (0..blocks as u32).map(BlockId).collect();
+        for i in (1..blocks).rev() {
+            ids.swap(i, rng.bits() as usize % (i + 1));
+        }
+        let (pool, tier) = (Pool::new(1).unwrap(), Tier::best());
+        let (kw, vw) = (kv_heads * qk_dim, kv_heads * v_dim);
+        let mut seqs = Vec::new();
+        for (&len, &n) in lens.iter().zip(&per_seq) {
+            let table = ids.split_off(ids.len() - n);
+            let mut row = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<_>>();
+            let (q, mut k, mut v) = (row(len * heads * qk_dim), row(len * kw), row(len * vw));
+            // One value before the heads and one after, as other parts of a fused matrix.
+            let stride = kw + vw + 2;
+            let src: Vec<_> = (0..len).flat_map(|t| [&[9.0], &k[t * kw..][..kw], &v[t * vw..][..vw], &[9.0]].concat()).collect();
+            let slots: Vec<_> = (0..len).map(|p| (table[p / block_size].index() * block_size + p % block_size) as u32).collect();
+            let (kh, vh) = (
+                Heads { stride, offset: 1, heads: kv_heads, dim: qk_dim },
+                Heads { stride, offset: 1 + kw, heads: kv_heads, dim: v_dim },
+            );
+            kv.write(&pool, tier, LAYER, &slots, &src, kh, vh);
+            if dtype == KvDType::F16 {
+                k.iter_mut().chain(&mut v).for_each(|v| *v = half::f16::from_f32(*v).to_f32());
+            }
+            seqs.push(Seq { table, q, k, v });
+        }
+        let args = AttnArgs { dims, scale: 1.0 / (qk_dim as f32).sqrt(), window: shape.window, softcap: shape.softcap };
+        let limits = BatchLimits { tokens: lens.iter().sum(), seqs: lens.len(), blocks, rows: 1 };
+        World { shape, args, kv_shape, kv, seqs, limits }
+    }
+
+    /// Output bits of the given (sequence, first position, end) in one batch.
+    fn run(&self, tier: &Tier, threads: usize, items: &[(usize, usize, usize)]) -> Vec<u32> {
+        let Shape { heads, qk_dim, v_dim, block_size, .. } = self.shape;
+        let mut batch = Batch::new(block_size, self.limits);
+        let mut q = Vec::new();
+        for &(seq, start, end) in items {
+            let tokens = vec![0; end - start];
+            let blocks = &self.seqs[seq].table;
+            batch.push(BatchItem { tokens: &tokens, start, total: end, blocks, rows: RowsWanted::None }).unwrap();
+            for row in self.seqs[seq].q.chunks(heads * qk_dim).take(end).skip(start) {
+                q.extend_from_slice(&[7.0; 3]);
+                q.extend_from_slice(row);
+            }
+        }
+        let pool = Pool::new(threads).unwrap();
+        let mut scratch = AttnScratch::new(&self.limits, &self.kv_shape, threads, tier).unwrap();
+        // Whatever an earlier call left behind must not matter.
+        scratch.states.fill(f32::NAN);
+        scratch.parts.fill(f32::NAN);
+        for w in &scratch.workers {
+            let mut w = w.lock();
+            let Worker { q, scores, parts, state } = &mut *w;
+            for v in [q, scores, parts, state] {
+                v.fill(f32::NAN);
+            }
+        }
+        let mut out = vec![f32::NAN; batch.tokens().len() * heads * v_dim];
+        let heads = Heads { stride: heads * qk_dim + 3, offset: 3, heads, dim: qk_dim };
+        attention(&pool, tier, &mut scratch, (&batch).into(), &self.args, &q, heads, &self.kv, LAYER, &mut out);
+        out.iter().map(|v| v.to_bits()).collect()
+    }
+
+    /// The plain formula in f64 for one row.
+    fn truth(&self, seq: usize, position: usize, head: usize) -> Vec<f64> {
+        let Shape { heads, kv_heads, qk_dim, v_dim, window, softcap, .. } = self.shape;
+        let s = &self.seqs[seq];
+        let kv_head = head / (heads / kv_heads);
+        let first = window.map_or(0, |w| (position + 1).saturating_sub(w));
+        let q = &s.q[(position * heads + head) * qk_dim..][..qk_dim];
+        let scores: Vec<f64> = (first..=position)
+            .map(|t| {
+                let k = &s.k[(t * kv_heads + kv_head) * qk_dim..][..qk_dim];
+                let dot: f64 = q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                let x = dot * f64::from(self.args.scale);
+                softcap.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh())
+            })
+            .collect();
+        let max = scores.iter().copied().fold(f64::MIN, f64::max);
+        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        let mut out = vec![0.0; v_dim];
+        for (i, score) in scores.iter().enumerate() {
+            let v = &s.v[((first + i) * kv_heads + kv_head) * v_dim..][..v_dim];
+            for (o, v) in out.iter_mut().zip(v) {
+                *o += (score - max).exp() / sum * f64::from(*v);
+            }
+        }
+        out
+    }
+
+    /// A batch against the formula, on every tier and over threads.
+    fn check(&self, items: &[(usize, usize, usize)]) -> Vec<u32> {
+        let Shape { heads, v_dim, .. } = self.shape;
+        let bits = self.run(Tier::named("scalar").unwrap(), 1, items);
+        let mut rows = bits.chunks(v_dim);
+        for &(seq, start, end) in items {
+            for position in start..end {
+                for head in 0..heads {
+                    let row = rows.next().unwrap();
+                    // Every row of a long chunk would be the test's whole time.
+                    if end - start > 8 && (position * 31 + head) % 13 != 0 {
+                        continue;
+                    }
+                    for (d, (got, want)) in row.iter().zip(self.truth(seq, position, head)).enumerate() {
+                        let got = f64::from(f32::from_bits(*got));
+                        // Scores of about 1 carry errors of some 1e-6 for 64 to 576 products.
+                        assert!((got - want).abs() < 1e-5, "{:?} {seq} at {position}, {head}, {d}: {got} for {want}", self.shape);
+                    }
+                }
+            }
+        }
+        for tier in Tier::available() {
+            for threads in [1, 2, 5] {
+                assert!(
+                    bits == self.run(tier, threads, items),
+                    "{} with {threads} threads: {:?} {items:?}",
+                    tier.name,
+                    self.shape
+                );
+            }
+        }
+        bits
+    }
+}
+
+/// Query heads, kv heads, widths.
+const DIMS: [(usize, usize, usize, usize); 10] = [
+    (9, 3, 64, 64),
+    (4, 4, 16, 16),
+    (8, 2, 24, 24),
+    (6, 1, 80, 80),
+    (14, 2, 128, 128),
+    (3, 3, 64, 64),
+    (16, 1, 72, 40),
+    (2, 1, 96, 96),
+    (5, 1, 33, 17),
+    (4, 1, 192, 128),
+];
+
+#[test]
+fn near_f64_and_the_same_bits_everywhere() {
+    let (mut i, mut cases) = (0, 0);
+    for len in [1, 15, 16, 17, 255, 256, 257, 600, 1000] {
+        for q_len in [1, 3, 64] {
+            for window in [None, Some(1), Some(8), Some(100)] {
+                i += 1;
+                let (heads, kv_heads, qk_dim, v_dim) = DIMS[i * 7 % DIMS.len()];
+                let shape = Shape {
+                    heads,
+                    kv_heads,
+                    qk_dim,
+                    v_dim,
+                    block_size: [16, 32, 64, 256][(i * 3 + i / 4) % 4],
+                    dtype: [KvDType::F16, KvDType::F32][i % 2],
+                    window,
+                    softcap: [None, None, Some(2.0)][i % 3],
+                };
+                if q_len > len {
+                    continue;
+                }
+                World::new(shape, &[len]).check(&[(0, len - q_len, len)]);
+                cases += 1;
+            }
+        }
+    }
+    assert!(cases > 80);
+}
+
+#[test]
+fn every_shape_of_heads() {
+    for (i, (heads, kv_heads, qk_dim, v_dim)) in DIMS.into_iter().chain([(64, 1, 576, 512), (12, 1, 256, 256)]).enumerate() {
+        let dtype = [KvDType::F16, KvDType::F32][i % 2];
+        let shape = Shape { heads, kv_heads, qk_dim, v_dim, block_size: 32, dtype, window: None, softcap: None };
+        World::new(shape, &[300]).check(&[(0, 298, 300)]);
+    }
+}
+
+const SMOL: Shape =
+    Shape { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64, block_size: 16, dtype: KvDType::F16, window: None, softcap: None };
+
+#[test]
+fn a_row_does_not_know_its_batch() {
+    for shape in
+        [SMOL, Shape { window: Some(100), heads: 3, ..SMOL }, Shape { heads: 7, kv_heads: 1, softcap: Some(5.0), ..SMOL }]
+    {
+        let lens = [1, 700, 33, 256, 520];
+        let world = World::new(shape, &lens);
+        let items = [(3, 255, 256), (1, 690, 700), (0, 0, 1), (4, 470, 520), (2, 32, 33)];
+        let together = world.check(&items);
+        let alone: Vec<_> = items.iter().flat_map(|item| world.run(Tier::best(), 2, &[*item])).collect();
+        assert!(together == alone, "{shape:?}");
+    }
+}
+
+#[test]
+fn chunks_change_no_bit() {
+    for shape in
+        [SMOL, Shape { window: Some(100), ..SMOL }, Shape { window: Some(8), heads: 14, kv_heads: 2, block_size: 64, ..SMOL }]
+    {
+        let world = World::new(shape, &[600]);
+        for tier in Tier::available() {
+            let once = world.run(tier, 2, &[(0, 0, 600)]);
+            let cuts = [0, 100, 101, 108, 255, 257, 300, 599, 600];
+            let chunked: Vec<_> = cuts.windows(2).flat_map(|c| world.run(tier, 2, &[(0, c[0], c[1])])).collect();
+            assert!(once == chunked, "{} {shape:?}", tier.name);
+            let tail: Vec<_> = (590..600).flat_map(|p| world.run(tier, 1, &[(0, p, p + 1)])).collect();
+            assert!(once.ends_with(&tail), "{} {shape:?} one by one", tier.name);
+        }
+    }
+}
+
+#[test]
+fn long_contexts_go_in_waves() {
+    // 44 tokens over: more pieces than two threads' waves of parts.
+    let len = 20_524;
+    let world = World::new(Shape { heads: 2, kv_heads: 1, qk_dim: 16, v_dim: 16, block_size: 64, ..SMOL }, &[len]);
+    assert!(len.div_ceil(PIECE) > 2 * WAVE);
+    world.check(&[(0, len - 1, len)]);
+}
+
+#[test]
+fn a_nan_query_gives_a_nan_row_and_no_other() {
+    let mut world = World::new(SMOL, &[40]);
+    world.seqs[0].q[39 * 9 * 64 + 64] = f32::NAN;
+    for tier in Tier::available() {
+        let out = world.run(tier, 1, &[(0, 30, 40)]);
+        for (row, values) in out.chunks(64).enumerate() {
+            assert_eq!(values.iter().any(|v| f32::from_bits(*v).is_nan()), row == 9 * 9 + 1, "{} row {row}", tier.name);
+        }
+    }
+}
+
+#[test]
+fn scratch_takes_the_bytes_it_says() {
+    let world = World::new(SMOL, &[600, 5]);
+    for threads in [1, 3] {
+        let said = AttnScratch::bytes(&world.limits, &world.kv_shape, threads, Tier::best());
+        let s = AttnScratch::new(&world.limits, &world.kv_shape, threads, Tier::best()).unwrap();
+        let mut bytes = s.workers.capacity() * size_of::<Mutex<Worker>>();
+        bytes += (s.parts.capacity() + s.states.capacity()) * 4;
+        bytes += (s.whole.capacity() + s.split.capacity()) * size_of::<Tile>();
+        for w in &s.workers {
+            let w = w.lock();
+            bytes += (w.q.capacity() + w.scores.capacity() + w.parts.capacity() + w.state.capacity()) * 4;
+        }
+        assert_eq!(said, bytes);
+    }
+}
+
+/// Times for a person: `cargo test --lib attention::tests::speed -- --ignored --nocapture`.
+#[test]
+#[ignore = "prints times"]
+fn speed() {
+    use std::time::Instant;
+    for tier in Tier::available().skip(1) {
+        for threads in [1, 2] {
+            let pool = Pool::new(threads).unwrap();
+            for (len, q_len) in [(128, 1), (1024, 1), (4096, 1), (512, 512)] {
+                let worlds: Vec<_> = (0..16).map(|_| World::new(SMOL, &[len])).collect();
+                let mut batch = Batch::new(16, worlds[0].limits);
+                let item =
+                    BatchItem { tokens: &vec![0; q_len], start: len - q_len, total: len, blocks: &[], rows: RowsWanted::None };
+                let w = &worlds[0];
+                batch.push(BatchItem { blocks: &w.seqs[0].table, ..item }).unwrap();
+                let mut scratch = AttnScratch::new(&w.limits, &w.kv_shape, threads, tier).unwrap();
+                let mut out = vec![0.0; q_len * 576];
+                let heads = Heads { stride: 576, offset: 0, heads: 9, dim: 64 };
+                let mut best = f64::MAX;
+                for _ in 0..9 {
+                    let start = Instant::now();
+                    for w in &worlds {
+                        let q = &w.seqs[0].q[(len - q_len) * 576..];
+                        attention(&pool, tier, &mut scratch, (&batch).into(), &w.args, q, heads, &w.kv, LAYER, &mut out);
+                    }
+                    best = best.min(start.elapsed().as_secs_f64() / worlds.len() as f64);
+                }
+                let bytes = (len * 3 * 128 * 2) as f64;
+                let flop = 4.0 * 9.0 * 64.0 * (q_len * len - q_len * (q_len - 1) / 2) as f64;
+                println!(
+                    "{} {threads} threads, {q_len} at {len}: {:.1} us, {:.1} GB/s, {:.1} GFLOP/s",
+                    tier.name,
+                    best * 1e6,
+                    bytes / best / 1e9,
+                    flop / best / 1e9
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! The paged cache in memory: for each layer, block and kv head the keys as `[qk_dim][block_size]`, then the values as
+//! `[block_size][v_dim]`, v_dim padded to whole vectors. So a lane is a token in the scores and a dimension in the sums.
+//! Knows no sequence: which block is whose is the batch's business.
+//!
+//! Invariant: a write touches its own tokens only; padding stays zero.
+#![allow(unsafe_code)]
+
+use super::arena::Aligned;
+use super::pool::{Disjoint, Pool};
+use super::simd::{LANES, Tier};
+use crate::backend::{Heads, KvShape};
+use crate::dtype::KvDType;
+use crate::error::RunError;
+use crate::ids::BlockId;
+use bytemuck::{Pod, Zeroable};
+
+/// The cache of all layers: see [`KvShape`].
+pub struct CpuKv {
+    layers: Vec<Layer>,
+    blocks: usize,
+    block_size: usize,
+    dtype: KvDType,
+    data: Aligned<Line>,
+}
+
+/// Where a layer lies, in values.
+#[derive(Clone, Copy)]
+struct Layer {
+    offset: usize,
+    kv_heads: usize,
+    qk_dim: usize,
+    v_dim: usize,
+    v_width: usize,
+    /// Values of one head's keys in a block.
+    keys: usize,
+    /// Values of one head in a block.
+    head: usize,
+}
+
+/// A cache line, for the alignment.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(64))]
+struct Line([u64; 8]);
+
+impl CpuKv {
+    /// Bytes of a cache; `None` where they do not fit a `usize`.
+    pub(super) fn bytes(shape: &KvShape) -> Option<usize> {
+        let (_, values) = layout(shape)?;
+        values.checked_mul(shape.dtype.bytes())?.checked_next_multiple_of(size_of::<Line>())
+    }
+
+    /// A cache of zeros.
+    ///
+    /// # Errors
+    /// Where the memory is not to be had.
+    pub(super) fn new(shape: &KvShape) -> Result<Self, RunError> {
+        assert!(shape.block_size.is_power_of_two() && shape.block_size >= LANES, "blocks of {} tokens", shape.block_size);
+        let refused = || RunError::Device {
+            device: "CPU".into(),
+            message: format!("no memory for a cache of {} blocks of {} tokens", shape.blocks, shape.block_size),
+        };
+        let bytes = Self::bytes(shape).ok_or_else(refused)?;
+        let (layers, _) = layout(shape).ok_or_else(refused)?;
+        let data = Aligned::zeroed(bytes / size_of::<Line>()).map_err(|_| refused())?;
+        Ok(CpuKv { layers, blocks: shape.blocks, block_size: shape.block_size, dtype: shape.dtype, data })
+    }
+
+    /// Type of the values.
+    pub(super) fn dtype(&self) -> KvDType {
+        self.dtype
+    }
+
+    /// Tokens in a block.
+    pub(super) fn block_size(&self) -> usize {
+        self.block_size
+    }
+
+    /// Values in a row of a layer's values.
+    pub(super) fn v_width(&self, layer: usize) -> usize {
+        self.layers[layer].v_width
+    }
+
+    /// Bytes of a head's keys and of its values in a block.
+    ///
+    /// # Panics
+    /// Where there is no such block, head or layer.
+    pub(super) fn head(&self, layer: usize, block: BlockId, head: usize) -> (&[u8], &[u8]) {
+        let l = &self.layers[layer];
+        let at = self.head_at(l, block.index(), head) * self.dtype.bytes();
+        let bytes = &bytemuck::cast_slice::<Line, u8>(&self.data)[at..][..l.head * self.dtype.bytes()];
+        bytes.split_at(l.keys * self.dtype.bytes())
+    }
+
+    /// Writes token t of `src` to slot `slots[t]`, for all t.
+    ///
+    /// # Panics
+    /// Where a slot lies beyond the cache or the shapes do not agree with the layer's.
+    pub(super) fn write(&mut self, pool: &Pool, tier: &Tier, layer: usize, slots: &[u32], src: &[f32], k: Heads, v: Heads) {
+        let l = self.layers[layer];
+        assert_eq!((k.heads, k.dim, v.heads, v.dim), (l.kv_heads, l.qk_dim, l.kv_heads, l.v_dim), "heads of layer {layer}");
+        let this = (self.blocks, self.block_size);
+        match self.dtype {
+            KvDType::F32 => {
+                let data = Disjoint::new(bytemuck::cast_slice_mut::<Line, f32>(&mut self.data));
+                write(pool, this, &l, data, slots, src, k, v, |from, to| to.copy_from_slice(from));
+            }
+            KvDType::F16 => {
+                let data = Disjoint::new(bytemuck::cast_slice_mut::<Line, u16>(&mut self.data));
+                write(pool, this, &l, data, slots, src, k, v, |from, to| tier.attention.narrow(from, to));
+            }
+        }
+    }
+
+    /// Copies whole blocks in all layers, in order.
+    ///
+    /// # Panics
+    /// Where a block lies beyond the cache.
+    pub(super) fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) {
+        let size = self.dtype.bytes();
+        let data = bytemuck::cast_slice_mut::<Line, u8>(&mut self.data);
+        for l in &self.layers {
+            let bytes = l.kv_heads * l.head * size;
+            for (from, to) in pairs {
+                assert!(from.index().max(to.index()) < self.blocks, "copy of block {} to {} of {}", from.0, to.0, self.blocks);
+                let at = |block: &BlockId| l.offset * size + block.index() * bytes;
+                data.copy_within(at(from)..at(from) + bytes, at(to));
+            }
+        }
+    }
+
+    /// Makes every value a NaN, as if an earlier owner had left it.
+    #[cfg(test)]
+    pub(super) fn poison(&mut self) {
+        self.data.fill(Line([u64::MAX; 8]));
+    }
+
+    /// Value index of a head in a block.
+    fn head_at(&self, l: &Layer, block: usize, head: usize) -> usize {
+        assert!(block < self.blocks && head < l.kv_heads, "block {block} of {}, head {head} of {}", self.blocks, l.kv_heads);
+        l.offset + (block * l.kv_heads + head) * l.head
+    }
+}
+
+/// Writes rows of heads; a thread has the heads it is handed to itself.
+#[allow(clippy::too_many_arguments)]
+fn write<E: Copy + Default + Send>(
+    pool: &Pool,
+    (blocks, block_size): (usize, usize),
+    l: &Layer,
+    data: Disjoint<'_, E>,
+    slots: &[u32],
+    src: &[f32],
+    k: Heads,
+    v: Heads,
+    convert: impl Fn(&[f32], &mut [E]) + Sync,
+) {
+    let grain = if slots.len() * l.head / block_size < PARALLEL_FROM { l.kv_heads } else { 1 };
+    pool.for_each_chunk(l.kv_heads, grain, |_, heads| {
+        for (token, &slot) in slots.iter().enumerate() {
+            let (block, offset) = (slot as usize / block_size, slot as usize % block_size);
+            assert!(block < blocks, "slot {slot} of {}", blocks * block_size);
+            for head in heads.clone() {
+                let at = l.offset + (block * l.kv_heads + head) * l.head;
+                // SAFETY: a head is handed out once, and this is its part of a block.
+                let to = unsafe { data.slice(at..at + l.head) };
+                let (keys, values) = to.split_at_mut(l.keys);
+                let mut piece = [E::default(); 64];
+                let from = &src[token * k.stride + k.offset + head * k.dim..][..k.dim];
+                for (i, from) in from.chunks(64).enumerate() {
+                    let piece = &mut piece[..from.len()];
+                    convert(from, piece);
+                    for (d, value) in piece.iter().enumerate() {
+                        keys[(64 * i + d) * block_size + offset] = *value;
+                    }
+                }
+                let from = &src[token * v.stride + v.offset + head * v.dim..][..v.dim];
+                convert(from, &mut values[offset * l.v_width..][..v.dim]);
+            }
+        }
+    });
+}
+
+/// The layers and the values in all.
+fn layout(shape: &KvShape) -> Option<(Vec<Layer>, usize)> {
+    let line = size_of::<Line>() / shape.dtype.bytes();
+    let mut offset = 0usize;
+    let mut layers = Vec::with_capacity(shape.layers.len());
+    for dims in &shape.layers {
+        let v_width = dims.v_dim.checked_next_multiple_of(LANES)?;
+        let keys = dims.qk_dim.checked_mul(shape.block_size)?.checked_next_multiple_of(line)?;
+        let head = v_width.checked_mul(shape.block_size)?.checked_add(keys)?.checked_next_multiple_of(line)?;
+        layers.push(Layer { offset, kv_heads: dims.kv_heads, qk_dim: dims.qk_dim, v_dim: dims.v_dim, v_width, keys, head });
+        offset = head.checked_mul(dims.kv_heads)?.checked_mul(shape.blocks)?.checked_add(offset)?;
+    }
+    Some((layers, offset))
+}
+
+/// Values to write from which on threads share the work: some 20 us.
+const PARALLEL_FROM: usize = 16_384;

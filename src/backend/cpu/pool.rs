@@ -1,0 +1,312 @@
+//! Fork-join threads: the caller is thread 0; workers spin for a moment after a job and then park, so that an idle pool
+//! uses no CPU. A pool of one thread starts none. Knows nothing of kernels.
+//!
+//! ```text
+//! caller: job = f; left = workers; epoch += 1; unpark who is asleep; f(0); wait for left = 0; re-raise a worker's panic
+//! worker: wait for a new epoch; f(id); left -= 1
+//! ```
+//!
+//! Invariants: `job` is written only while no worker runs (`left` is 0); a worker says that it is asleep before its last
+//! look at `epoch`, so a wake-up cannot be lost; `run` returns or unwinds only after every worker is done.
+//!
+//! A pool is `Send` and not `Sync`: a job is `Sync` and thus cannot hold the pool it runs on.
+#![allow(unsafe_code)]
+
+use super::float_env::FloatEnv;
+use crossbeam::utils::CachePadded;
+use parking_lot::Mutex;
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::hint::spin_loop;
+use std::io;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{self, JoinHandle};
+
+/// See the module's documentation.
+pub(super) struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// Pauses of the joining caller before it yields its core.
+    join_spins: u32,
+    /// Not `Sync`: one `run` at a time.
+    _one: PhantomData<UnsafeCell<()>>,
+}
+
+impl Pool {
+    /// `threads` counts the caller.
+    ///
+    /// # Errors
+    /// The system's, where it refuses a thread; those already started are joined.
+    pub(super) fn new(threads: usize) -> io::Result<Self> {
+        // With a core for each thread waiting is short; without, whoever spins keeps another from working.
+        let cores = thread::available_parallelism().map_or(1, |n| n.get());
+        let (spins, join_spins) = if threads > cores { (64, 64) } else { (SPINS, JOIN_SPINS) };
+        let shared = Arc::new(Shared {
+            epoch: CachePadded::new(AtomicUsize::new(0)),
+            left: CachePadded::new(AtomicUsize::new(0)),
+            asleep: (1..threads).map(|_| CachePadded::new(AtomicBool::new(false))).collect(),
+            job: UnsafeCell::new(None),
+            panic: Mutex::new(None),
+            stop: AtomicBool::new(false),
+            spins,
+        });
+        let mut pool = Pool { shared, workers: Vec::with_capacity(threads.max(1) - 1), join_spins, _one: PhantomData };
+        for id in 1..threads {
+            let shared = pool.shared.clone();
+            let worker = thread::Builder::new().name(format!("loquat-{id}")).spawn(move || work(&shared, id))?;
+            pool.workers.push(worker);
+        }
+        Ok(pool)
+    }
+
+    /// Threads, the caller included.
+    pub(super) fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Runs `job(thread)` once on every thread and returns when all are done.
+    ///
+    /// # Panics
+    /// With a job's panic, once every thread is done; the pool stays usable.
+    pub(super) fn run(&self, job: &(dyn Fn(usize) + Sync)) {
+        let _env = FloatEnv::enter();
+        if self.workers.is_empty() {
+            return job(0);
+        }
+        let s = &*self.shared;
+        // SAFETY: only the lifetime changes. Workers use the pointer between the epoch below and their count-down, and this
+        // function does not leave, not even by a panic, before `left` is 0.
+        let job_ptr = unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const Job>(job) };
+        // SAFETY: `left` is 0, so no worker reads; `&self` of a pool that is not `Sync`, so no other caller writes.
+        unsafe { *s.job.get() = Some(job_ptr) };
+        s.left.store(self.workers.len(), Ordering::Relaxed);
+        s.epoch.fetch_add(1, Ordering::SeqCst);
+        for (asleep, worker) in s.asleep.iter().zip(&self.workers) {
+            if asleep.swap(false, Ordering::SeqCst) {
+                worker.thread().unpark();
+            }
+        }
+        let mine = catch_unwind(AssertUnwindSafe(|| job(0)));
+        let mut n = 0;
+        while s.left.load(Ordering::Acquire) != 0 {
+            n += 1;
+            if n < self.join_spins { spin_loop() } else { thread::yield_now() }
+        }
+        let theirs = s.panic.lock().take();
+        if let Some(payload) = mine.err().or(theirs) {
+            resume_unwind(payload);
+        }
+    }
+
+    /// Hands the indices `0..count` out in runs of `grain` to whichever thread is free: `f(thread, indices)`. One run's worth
+    /// of work stays on the caller, where a fork would cost more.
+    pub(super) fn for_each_chunk(&self, count: usize, grain: usize, f: impl Fn(usize, Range<usize>) + Sync) {
+        let grain = grain.max(1);
+        if count <= grain || self.workers.is_empty() {
+            if count > 0 {
+                let _env = FloatEnv::enter();
+                f(0, 0..count);
+            }
+            return;
+        }
+        let next = CachePadded::new(AtomicUsize::new(0));
+        self.run(&|thread| {
+            loop {
+                // Relaxed: each index once is all that is asked of the counter; `run` orders the data.
+                let first = next.fetch_add(grain, Ordering::Relaxed);
+                if first >= count {
+                    break;
+                }
+                f(thread, first..count.min(first + grain));
+            }
+        });
+    }
+
+    /// Cuts `data` into rows of `width` and hands them out in runs of `grain` rows: `f(first row, the rows' values)`.
+    pub(super) fn for_each_row<T: Send>(&self, data: &mut [T], width: usize, grain: usize, f: impl Fn(usize, &mut [T]) + Sync) {
+        let rows = data.len() / width;
+        let data = Disjoint::new(data);
+        self.for_each_chunk(rows, grain, |_, r| {
+            // SAFETY: every row is handed out once.
+            f(r.start, unsafe { data.slice(r.start * width..r.end * width) });
+        });
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        for worker in self.workers.drain(..) {
+            worker.thread().unpark();
+            // A worker catches its jobs' panics, so there is none to report.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// A slice whose parts several threads write at once.
+#[derive(Clone, Copy)]
+pub(super) struct Disjoint<'a, T> {
+    at: *mut T,
+    len: usize,
+    _data: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: it hands `&mut T`s to other threads, as `&mut [T]` does, under `slice`'s contract.
+unsafe impl<T: Send> Send for Disjoint<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+
+impl<'a, T> Disjoint<'a, T> {
+    /// Borrows `data` for `'a`.
+    pub(super) fn new(data: &'a mut [T]) -> Self {
+        Disjoint { at: data.as_mut_ptr(), len: data.len(), _data: PhantomData }
+    }
+
+    /// Part of the slice.
+    ///
+    /// # Safety
+    /// While the result lives, nobody else uses any of its elements.
+    ///
+    /// # Panics
+    /// Where `range` leaves the slice.
+    pub(super) unsafe fn slice(&self, range: Range<usize>) -> &'a mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
+        // SAFETY: in bounds of a slice borrowed for 'a; nobody else has these elements, as the caller promises.
+        unsafe { &mut *ptr::slice_from_raw_parts_mut(self.at.add(range.start), range.len()) }
+    }
+}
+
+type Job = dyn Fn(usize) + Sync;
+
+struct Shared {
+    epoch: CachePadded<AtomicUsize>,
+    left: CachePadded<AtomicUsize>,
+    asleep: Box<[CachePadded<AtomicBool>]>,
+    job: UnsafeCell<Option<*const Job>>,
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    stop: AtomicBool,
+    spins: u32,
+}
+
+// SAFETY: `job` is written only while no worker runs and read only after the epoch that publishes it; it points to a `Sync`
+// function.
+unsafe impl Sync for Shared {}
+// SAFETY: as above.
+unsafe impl Send for Shared {}
+
+fn work(s: &Shared, id: usize) {
+    // A thread starts with its maker's control word.
+    let _env = FloatEnv::enter();
+    let mut seen = 0;
+    loop {
+        let mut n = 0;
+        while s.epoch.load(Ordering::Acquire) == seen {
+            n += 1;
+            if n < s.spins {
+                spin_loop();
+            } else if n < s.spins + YIELDS {
+                thread::yield_now();
+            } else {
+                s.asleep[id - 1].store(true, Ordering::SeqCst);
+                if s.epoch.load(Ordering::SeqCst) == seen {
+                    thread::park();
+                }
+                s.asleep[id - 1].store(false, Ordering::SeqCst);
+            }
+        }
+        seen = s.epoch.load(Ordering::Acquire);
+        if s.stop.load(Ordering::SeqCst) {
+            return;
+        }
+        // SAFETY: written before the epoch just seen, and not again before `left` falls to 0.
+        let job = unsafe { (*s.job.get()).expect("a job comes with its epoch") };
+        // SAFETY: the caller keeps the function alive until `left` is 0.
+        let job = unsafe { &*job };
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(id))) {
+            s.panic.lock().get_or_insert(payload);
+        }
+        s.left.fetch_sub(1, Ordering::Release);
+    }
+}
+
+/// Pauses of an idle worker before it gives its core away: some 50 to 150 us, more than lies between two kernels.
+const SPINS: u32 = 4_000;
+/// Yields after those and before it parks.
+const YIELDS: u32 = 8;
+/// Pauses of the joining caller before it yields.
+const JOIN_SPINS: u32 = 2_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+
+    fn check(threads: usize) {
+        let pool = Pool::new(threads).unwrap();
+        assert_eq!(pool.threads(), threads.max(1));
+        for round in 0..200 {
+            let ran: Vec<_> = (0..threads.max(1)).map(|_| AtomicUsize::new(0)).collect();
+            pool.run(&|t| {
+                ran[t].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(ran.iter().all(|n| n.load(Ordering::Relaxed) == 1), "{threads} threads, round {round}");
+            let mut rows = vec![0usize; 7 * round];
+            pool.for_each_row(&mut rows, 7, 3, |first, rows| {
+                for (i, row) in rows.chunks_exact_mut(7).enumerate() {
+                    row.fill(first + i + 1);
+                }
+            });
+            assert!(rows.iter().enumerate().all(|(i, &v)| v == i / 7 + 1));
+        }
+    }
+
+    #[test]
+    fn every_thread_runs_once_and_every_row_is_written() {
+        for threads in [0, 1, 2, 3, 5] {
+            check(threads);
+        }
+    }
+
+    #[test]
+    fn more_threads_than_cores_make_progress() {
+        let start = Instant::now();
+        check(64);
+        assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_goes_on() {
+        let pool = Pool::new(3).unwrap();
+        let caught: Vec<_> = (0..3)
+            .map(|bad| catch_unwind(AssertUnwindSafe(|| pool.run(&|t| assert_ne!(t, bad, "thread {bad} fails")))))
+            .collect();
+        for (bad, caught) in caught.into_iter().enumerate() {
+            let message = caught.expect_err("the job panicked").downcast::<String>().unwrap();
+            assert!(message.contains(&format!("thread {bad} fails")), "{message}");
+        }
+        let ran = AtomicUsize::new(0);
+        pool.run(&|_| {
+            ran.fetch_add(1, Ordering::Relaxed);
+        });
+        assert_eq!(ran.into_inner(), 3);
+    }
+
+    #[test]
+    fn a_pool_may_move_between_threads() {
+        let pool = Pool::new(2).unwrap();
+        let pool = thread::spawn(move || {
+            pool.run(&|_| {});
+            pool
+        })
+        .join()
+        .unwrap();
+        pool.run(&|_| {});
+    }
+}

@@ -1,0 +1,218 @@
+//! Sixteen f32 lanes: what the generic kernels are written in. A tier supplies the lanes, so an algorithm exists once and
+//! every tier does the same IEEE operations in the same order.
+//!
+//! Invariant: an operation gives the same bits on every tier, payloads of NaNs apart. The methods are compiled into
+//! functions that enable the tier's instructions; on their own they would be calls.
+#![allow(unsafe_code)]
+
+use super::f16;
+
+/// Lanes of a vector.
+pub(in super::super) const LANES: usize = 16;
+
+/// Sixteen f32.
+pub(super) trait Lanes: Copy {
+    /// The same value in each lane.
+    fn splat(v: f32) -> Self;
+    /// From memory.
+    fn load(p: &[f32; LANES]) -> Self;
+    /// From half precision, exactly.
+    fn load_f16(p: &[u16; LANES]) -> Self;
+    /// To memory.
+    fn store(self, p: &mut [f32; LANES]);
+    /// To half precision, to nearest, ties to even.
+    fn store_f16(self, p: &mut [u16; LANES]);
+    /// `self + o`.
+    fn add(self, o: Self) -> Self;
+    /// `self - o`.
+    fn sub(self, o: Self) -> Self;
+    /// `self * o`.
+    fn mul(self, o: Self) -> Self;
+    /// `self / o`.
+    fn div(self, o: Self) -> Self;
+    /// `self * b + c` with one rounding.
+    fn fma(self, b: Self, c: Self) -> Self;
+    /// `if self > o { self } else { o }`: a NaN on either side gives `o`.
+    fn max(self, o: Self) -> Self;
+    /// `if self < o { self } else { o }`.
+    fn min(self, o: Self) -> Self;
+    /// To an integer, ties to even.
+    fn round(self) -> Self;
+    /// `self * 2^n` by adding to the exponent, for whole `n` and a normal result.
+    fn scale_exponent(self, n: Self) -> Self;
+    /// `|self|`.
+    fn abs(self) -> Self;
+    /// `|self|` with the sign of `o`.
+    fn with_sign(self, o: Self) -> Self;
+    /// `if self < limit { a } else { b }`.
+    fn if_less(self, limit: Self, a: Self, b: Self) -> Self;
+    /// The lanes from `first` to `end - 1`, the others from `o`.
+    fn keep(self, first: i32, end: i32, o: Self) -> Self;
+    /// Fetches the cache line of `p`; any address will do.
+    fn prefetch(p: *const u8);
+
+    /// The lanes as an array.
+    #[inline(always)]
+    fn array(self) -> [f32; LANES] {
+        let mut a = [0.0; LANES];
+        self.store(&mut a);
+        a
+    }
+
+    /// The sum of the lanes, by halves.
+    #[inline(always)]
+    fn sum(self) -> f32 {
+        let mut a = self.array();
+        let mut n = LANES / 2;
+        while n > 0 {
+            for i in 0..n {
+                a[i] += a[i + n];
+            }
+            n /= 2;
+        }
+        a[0]
+    }
+
+    /// The largest lane, by halves.
+    #[inline(always)]
+    fn top(self) -> f32 {
+        let mut a = self.array();
+        let mut n = LANES / 2;
+        while n > 0 {
+            for i in 0..n {
+                a[i] = if a[i] > a[i + n] { a[i] } else { a[i + n] };
+            }
+            n /= 2;
+        }
+        a[0]
+    }
+
+    /// Up to 16 values, zeros after them.
+    #[inline(always)]
+    fn load_part(p: &[f32]) -> Self {
+        let mut a = [0.0; LANES];
+        a[..p.len()].copy_from_slice(p);
+        Self::load(&a)
+    }
+
+    /// The first `p.len()` lanes.
+    #[inline(always)]
+    fn store_part(self, p: &mut [f32]) {
+        p.copy_from_slice(&self.array()[..p.len()]);
+    }
+}
+
+/// A stored number: f32, or an f16's bits.
+pub(super) trait Elem: Copy {
+    /// Sixteen of them, widened.
+    fn widen<L: Lanes>(p: &[Self; LANES]) -> L;
+}
+
+impl Elem for f32 {
+    #[inline(always)]
+    fn widen<L: Lanes>(p: &[f32; LANES]) -> L {
+        L::load(p)
+    }
+}
+
+impl Elem for u16 {
+    #[inline(always)]
+    fn widen<L: Lanes>(p: &[u16; LANES]) -> L {
+        L::load_f16(p)
+    }
+}
+
+/// The truth: plain Rust.
+#[derive(Clone, Copy)]
+pub(super) struct Scalar([f32; LANES]);
+
+impl Scalar {
+    #[inline(always)]
+    fn zip(self, o: Self, f: impl Fn(f32, f32) -> f32) -> Self {
+        Scalar(std::array::from_fn(|i| f(self.0[i], o.0[i])))
+    }
+}
+
+impl Lanes for Scalar {
+    #[inline(always)]
+    fn splat(v: f32) -> Self {
+        Scalar([v; LANES])
+    }
+    #[inline(always)]
+    fn load(p: &[f32; LANES]) -> Self {
+        Scalar(*p)
+    }
+    #[inline(always)]
+    fn load_f16(p: &[u16; LANES]) -> Self {
+        Scalar(p.map(f16::to_f32))
+    }
+    #[inline(always)]
+    fn store(self, p: &mut [f32; LANES]) {
+        *p = self.0;
+    }
+    #[inline(always)]
+    fn store_f16(self, p: &mut [u16; LANES]) {
+        *p = self.0.map(f16::from_f32);
+    }
+    #[inline(always)]
+    fn add(self, o: Self) -> Self {
+        self.zip(o, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn sub(self, o: Self) -> Self {
+        self.zip(o, |a, b| a - b)
+    }
+    #[inline(always)]
+    fn mul(self, o: Self) -> Self {
+        self.zip(o, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn div(self, o: Self) -> Self {
+        self.zip(o, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn fma(self, b: Self, c: Self) -> Self {
+        Scalar(std::array::from_fn(|i| self.0[i].mul_add(b.0[i], c.0[i])))
+    }
+    #[inline(always)]
+    fn max(self, o: Self) -> Self {
+        self.zip(o, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    fn min(self, o: Self) -> Self {
+        self.zip(o, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn round(self) -> Self {
+        Scalar(self.0.map(f32::round_ties_even))
+    }
+    #[inline(always)]
+    fn scale_exponent(self, n: Self) -> Self {
+        self.zip(n, |a, n| f32::from_bits(a.to_bits().wrapping_add((n as i32 as u32) << 23)))
+    }
+    #[inline(always)]
+    fn abs(self) -> Self {
+        Scalar(self.0.map(f32::abs))
+    }
+    #[inline(always)]
+    fn with_sign(self, o: Self) -> Self {
+        self.zip(o, f32::copysign)
+    }
+    #[inline(always)]
+    fn if_less(self, limit: Self, a: Self, b: Self) -> Self {
+        Scalar(std::array::from_fn(|i| if self.0[i] < limit.0[i] { a.0[i] } else { b.0[i] }))
+    }
+    #[inline(always)]
+    fn keep(self, first: i32, end: i32, o: Self) -> Self {
+        Scalar(std::array::from_fn(|i| if (first..end).contains(&(i as i32)) { self.0[i] } else { o.0[i] }))
+    }
+    #[inline(always)]
+    fn prefetch(_: *const u8) {}
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+#[path = "lanes_x86.rs"]
+mod x86;

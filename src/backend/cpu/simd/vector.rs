@@ -1,0 +1,246 @@
+//! Row operations outside the matrices, written once over [`Lanes`]: norms, rotations, activations, sums.
+//!
+//! Sums run in 16 lanes by index % 16, then by halves; the last few values of a row count as a vector with zeros.
+#![allow(unsafe_code)]
+
+#[cfg(target_arch = "x86_64")]
+use super::lanes::{Avx2, Avx512};
+use super::lanes::{LANES, Lanes, Scalar};
+use super::math;
+use crate::arch::{Activation, NormKind, NormSpec, RopeStyle};
+
+/// The row kernels of a tier.
+pub(in super::super) struct VectorKernels {
+    norm: unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]),
+    rope: unsafe fn(RopeStyle, &mut [f32], &[f32], &[f32]),
+    gate: unsafe fn(Activation, &[f32], &[f32], &mut [f32]),
+    add: unsafe fn(&mut [f32], &[f32]),
+    scale_cap: unsafe fn(&mut [f32], f32, Option<f32>),
+}
+
+impl VectorKernels {
+    /// `out = norm(x) * weight (+ bias)` for one row.
+    pub(in super::super) fn norm(&self, spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+        assert!(x.len() == out.len() && weight.len() == out.len() && bias.is_none_or(|b| b.len() == out.len()));
+        // SAFETY: the tier's instructions are there: `Tier::available` hands no other table out.
+        unsafe { (self.norm)(spec, x, weight, bias, out) }
+    }
+
+    /// Turns one head's values, all of `x`, by the angles of its position.
+    pub(in super::super) fn rope(&self, style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
+        assert!(cos.len() == sin.len() && x.len() == 2 * cos.len());
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.rope)(style, x, cos, sin) }
+    }
+
+    /// `out = act(x) * y`.
+    pub(in super::super) fn gate(&self, act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
+        assert!(x.len() == out.len() && y.len() == out.len());
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.gate)(act, x, y, out) }
+    }
+
+    /// `x += y`.
+    pub(in super::super) fn add(&self, x: &mut [f32], y: &[f32]) {
+        assert_eq!(x.len(), y.len());
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.add)(x, y) }
+    }
+
+    /// `x = cap * tanh(x * scale / cap)`, or `x * scale`.
+    pub(in super::super) fn scale_cap(&self, x: &mut [f32], scale: f32, cap: Option<f32>) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.scale_cap)(x, scale, cap) }
+    }
+}
+
+macro_rules! tier {
+    ($table:ident, $module:ident, $lanes:ident, $features:tt) => {
+        pub(in super::super) static $table: VectorKernels = VectorKernels {
+            norm: $module::norm,
+            rope: $module::rope,
+            gate: $module::gate,
+            add: $module::add,
+            scale_cap: $module::scale_cap,
+        };
+
+        #[allow(clippy::missing_safety_doc)]
+        mod $module {
+            use super::*;
+
+            enable!(
+                $features,
+                pub(super) fn norm(s: NormSpec, x: &[f32], w: &[f32], b: Option<&[f32]>, out: &mut [f32]) {
+                    super::norm::<$lanes>(s, x, w, b, out);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn rope(style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
+                    super::rope::<$lanes>(style, x, cos, sin);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn gate(act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
+                    super::gate::<$lanes>(act, x, y, out);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn add(x: &mut [f32], y: &[f32]) {
+                    map2::<$lanes>(x, y, |x, y| x.add(y));
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn scale_cap(x: &mut [f32], scale: f32, cap: Option<f32>) {
+                    super::scale_cap::<$lanes>(x, scale, cap);
+                }
+            );
+        }
+    };
+}
+
+tier!(SCALAR, scalar, Scalar, "");
+#[cfg(target_arch = "x86_64")]
+tier!(SCALAR_FMA, scalar_fma, Scalar, "fma");
+#[cfg(target_arch = "x86_64")]
+tier!(AVX2, avx2, Avx2, "avx2,fma,f16c");
+#[cfg(target_arch = "x86_64")]
+tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c");
+
+#[inline(always)]
+fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+    let n = x.len() as f32;
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let mean = match spec.kind {
+        NormKind::Rms => 0.0,
+        NormKind::Layer => {
+            let mut sum = L::splat(0.0);
+            for x in whole {
+                sum = sum.add(L::load(x));
+            }
+            sum.add(L::load_part(rest)).sum() / n
+        }
+    };
+    let centre = L::splat(mean);
+    let mut squares = L::splat(0.0);
+    for x in whole {
+        let x = L::load(x).sub(centre);
+        squares = x.fma(x, squares);
+    }
+    if !rest.is_empty() {
+        let x = L::load_part(rest).sub(centre).keep(0, rest.len() as i32, L::splat(0.0));
+        squares = x.fma(x, squares);
+    }
+    let inverse = L::splat(1.0 / (squares.sum() / n + spec.eps).sqrt());
+
+    let (ws, w_rest) = weight.as_chunks::<LANES>();
+    let (bs, b_rest) = bias.unwrap_or(&[]).as_chunks::<LANES>();
+    let (outs, out_rest) = out.as_chunks_mut::<LANES>();
+    for (i, out) in outs.iter_mut().enumerate() {
+        let y = L::load(&whole[i]).sub(centre).mul(inverse);
+        let w = L::load(&ws[i]);
+        match bias {
+            Some(_) => y.fma(w, L::load(&bs[i])).store(out),
+            None => y.mul(w).store(out),
+        }
+    }
+    if !rest.is_empty() {
+        let y = L::load_part(rest).sub(centre).mul(inverse);
+        let w = L::load_part(w_rest);
+        match bias {
+            Some(_) => y.fma(w, L::load_part(b_rest)).store_part(out_rest),
+            None => y.mul(w).store_part(out_rest),
+        }
+    }
+}
+
+/// A pair (a, b) becomes (a cos - b sin, b cos + a sin), the second product of each rounded first.
+#[inline(always)]
+fn rope<L: Lanes>(style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
+    let turn = |a: f32, b: f32, c: f32, s: f32| (a.mul_add(c, b * (0.0 - s)), b.mul_add(c, a * s));
+    match style {
+        RopeStyle::HalfSplit => {
+            let (a, b) = x.split_at_mut(cos.len());
+            let (av, a_rest) = a.as_chunks_mut::<LANES>();
+            let (bv, b_rest) = b.as_chunks_mut::<LANES>();
+            let (cv, c_rest) = cos.as_chunks::<LANES>();
+            let (sv, s_rest) = sin.as_chunks::<LANES>();
+            for (((a, b), c), s) in av.iter_mut().zip(bv).zip(cv).zip(sv) {
+                let (x, y, c, s) = (L::load(a), L::load(b), L::load(c), L::load(s));
+                x.fma(c, y.mul(L::splat(0.0).sub(s))).store(a);
+                y.fma(c, x.mul(s)).store(b);
+            }
+            for (((a, b), c), s) in a_rest.iter_mut().zip(b_rest).zip(c_rest).zip(s_rest) {
+                (*a, *b) = turn(*a, *b, *c, *s);
+            }
+        }
+        RopeStyle::Interleaved => {
+            let (pairs, _) = x.as_chunks_mut::<2>();
+            for ((pair, c), s) in pairs.iter_mut().zip(cos).zip(sin) {
+                let (a, b) = turn(pair[0], pair[1], *c, *s);
+                *pair = [a, b];
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn gate<L: Lanes>(act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
+    match act {
+        Activation::Silu => map3::<L>(x, y, out, |x, y| math::silu(x).mul(y)),
+        Activation::Gelu => map3::<L>(x, y, out, |x, y| math::gelu(x).mul(y)),
+        Activation::GeluTanh => map3::<L>(x, y, out, |x, y| math::gelu_tanh(x).mul(y)),
+        Activation::Relu => map3::<L>(x, y, out, |x, y| math::relu(x).mul(y)),
+    }
+}
+
+#[inline(always)]
+fn scale_cap<L: Lanes>(x: &mut [f32], scale: f32, cap: Option<f32>) {
+    let scale = L::splat(scale);
+    match cap {
+        None => map1::<L>(x, |x| x.mul(scale)),
+        Some(cap) => {
+            let cap = L::splat(cap);
+            map1::<L>(x, |x| math::tanh(x.mul(scale).div(cap)).mul(cap));
+        }
+    }
+}
+
+#[inline(always)]
+fn map1<L: Lanes>(x: &mut [f32], f: impl Fn(L) -> L) {
+    let (whole, rest) = x.as_chunks_mut::<LANES>();
+    for x in whole {
+        f(L::load(x)).store(x);
+    }
+    if !rest.is_empty() {
+        f(L::load_part(rest)).store_part(rest);
+    }
+}
+
+#[inline(always)]
+fn map2<L: Lanes>(x: &mut [f32], y: &[f32], f: impl Fn(L, L) -> L) {
+    let (xs, x_rest) = x.as_chunks_mut::<LANES>();
+    let (ys, y_rest) = y.as_chunks::<LANES>();
+    for (x, y) in xs.iter_mut().zip(ys) {
+        f(L::load(x), L::load(y)).store(x);
+    }
+    if !x_rest.is_empty() {
+        f(L::load_part(x_rest), L::load_part(y_rest)).store_part(x_rest);
+    }
+}
+
+#[inline(always)]
+fn map3<L: Lanes>(x: &[f32], y: &[f32], out: &mut [f32], f: impl Fn(L, L) -> L) {
+    let (xs, x_rest) = x.as_chunks::<LANES>();
+    let (ys, y_rest) = y.as_chunks::<LANES>();
+    let (outs, out_rest) = out.as_chunks_mut::<LANES>();
+    for ((x, y), out) in xs.iter().zip(ys).zip(outs) {
+        f(L::load(x), L::load(y)).store(out);
+    }
+    if !out_rest.is_empty() {
+        f(L::load_part(x_rest), L::load_part(y_rest)).store_part(out_rest);
+    }
+}
