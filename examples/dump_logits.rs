@@ -68,7 +68,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     };
     let compute = if fast { Compute::Fast } else { Compute::Exact };
     let tier = args.text("--tier")?.map(str::to_owned);
-    let backend = Cpu::new(CpuOptions { threads: support::threads(&args)?, tier, compute })?;
+    let backend = Cpu::new(&CpuOptions { threads: support::threads(&args)?, tier, compute })?;
     let mut model = Transformer::load(backend, &files, limits, &mut no_progress)?;
 
     let want = Want { logits: true, hidden };

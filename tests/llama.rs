@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::golden::{Golden, close, fixtures, json, same_greedy};
 use common::engines::{exact, finish, open, record};
+use common::golden::{Golden, close, fixtures, json, same_greedy};
 use loquat::engine::{Engine, EngineConfig, Request};
 use loquat::model::{ModelFiles, OpenOptions};
 use loquat::text::{AddSpecial, EncodeOptions};
