@@ -42,8 +42,8 @@ struct Sample {
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
     let args = USAGE.read();
-    let prompt_tokens = args.number("--prompt-tokens", 128, 1..=1 << 20)?;
-    let gen_tokens = args.number("--gen-tokens", 64, 1..=1 << 20)?;
+    let prompt_tokens = args.number("--prompt-tokens", 128usize, 1..=1 << 20)?;
+    let gen_tokens = args.number("--gen-tokens", 64usize, 1..=1 << 20)?;
     let batch = args.number("--batch", 1, 1..=1 << 12)?;
     let repeat = args.number("--repeat", 3, 1..=1 << 20)?;
     let step_tokens = args.number("--step-tokens", 128, 1..=1 << 16)?.max(batch);
