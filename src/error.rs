@@ -92,6 +92,14 @@ pub enum LoadError {
         /// The format.
         format: FormatId,
     },
+    /// A tensor's bytes do not decode.
+    #[error("tensor {tensor}: {source}")]
+    Quant {
+        /// The tensor.
+        tensor: String,
+        /// Why.
+        source: QuantError,
+    },
     /// The caller's progress callback said stop.
     #[error("loading was cancelled at {done_bytes} of {total_bytes} bytes")]
     Cancelled {
@@ -106,6 +114,9 @@ pub enum LoadError {
     /// The tokenizer or the chat template is wrong.
     #[error(transparent)]
     Text(#[from] TextError),
+    /// The device refused, for want of memory for example.
+    #[error(transparent)]
+    Device(#[from] RunError),
 }
 
 impl LoadError {
@@ -121,6 +132,82 @@ impl LoadError {
     ) -> Self {
         LoadError::Malformed { file: file.into(), at: at.into(), expected: expected.into(), found: found.to_string() }
     }
+}
+
+/// What can be wrong with values or bytes that are to be decoded or encoded.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum QuantError {
+    /// A format whose numbers are no weights.
+    #[error("{format} holds no weights: it cannot be decoded")]
+    NotReadable {
+        /// The format.
+        format: FormatId,
+    },
+    /// A format that this crate only reads, if at all.
+    #[error("{format} cannot be written by this crate")]
+    NotWritable {
+        /// The format.
+        format: FormatId,
+    },
+    /// A row is not a whole number of the format's blocks.
+    #[error("rows of {row_len} values are not whole blocks of {block_len} ({format})")]
+    PartialBlock {
+        /// The format.
+        format: FormatId,
+        /// Values in a row.
+        row_len: usize,
+        /// Values in a block.
+        block_len: usize,
+    },
+    /// The bytes are not a whole number of the format's blocks.
+    #[error("{bytes} bytes are not whole blocks of {block_bytes} bytes ({format})")]
+    PartialBytes {
+        /// The format.
+        format: FormatId,
+        /// Bytes there are.
+        bytes: usize,
+        /// Bytes of a block.
+        block_bytes: usize,
+    },
+    /// The values are not a whole number of rows.
+    #[error("{values} values are not whole rows of {row_len}")]
+    PartialRow {
+        /// Values there are.
+        values: usize,
+        /// Values in a row.
+        row_len: usize,
+    },
+    /// The output has not the size of the input.
+    #[error("{bytes} bytes of {format} do not decode to {values} values")]
+    Length {
+        /// The format.
+        format: FormatId,
+        /// Bytes there are.
+        bytes: usize,
+        /// Values there is room for.
+        values: usize,
+    },
+    /// A NaN or an infinity.
+    #[error("value {at}: expected a finite number, found {value}")]
+    NotFinite {
+        /// Its index.
+        at: usize,
+        /// What it is.
+        value: f32,
+    },
+    /// A number beyond the format.
+    #[error("value {at}: {format} holds magnitudes up to {limit}, found {value}")]
+    TooLarge {
+        /// The format.
+        format: FormatId,
+        /// Its index.
+        at: usize,
+        /// What it is.
+        value: f32,
+        /// The largest that fits.
+        limit: f32,
+    },
 }
 
 /// What can be wrong with a model's configuration or with the caller's settings for an engine.
@@ -303,6 +390,9 @@ pub enum Error {
     /// See [`ConfigError`].
     #[error(transparent)]
     Config(#[from] ConfigError),
+    /// See [`QuantError`].
+    #[error(transparent)]
+    Quant(#[from] QuantError),
     /// See [`TextError`].
     #[error(transparent)]
     Text(#[from] TextError),

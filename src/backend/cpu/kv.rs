@@ -5,6 +5,7 @@
 //! Invariant: a write touches its own tokens only; padding stays zero.
 #![allow(unsafe_code)]
 
+use super::arena::Aligned;
 use super::pool::{Disjoint, Pool};
 use super::simd::{LANES, Tier};
 use crate::backend::{Heads, KvShape};
@@ -13,13 +14,13 @@ use crate::error::RunError;
 use crate::ids::BlockId;
 use bytemuck::{Pod, Zeroable};
 
-/// See the module's documentation.
-pub(super) struct CpuKv {
+/// The cache of all layers: see [`KvShape`].
+pub struct CpuKv {
     layers: Vec<Layer>,
     blocks: usize,
     block_size: usize,
     dtype: KvDType,
-    data: Vec<Line>,
+    data: Aligned<Line>,
 }
 
 /// Where a layer lies, in values.
@@ -60,9 +61,7 @@ impl CpuKv {
         };
         let bytes = Self::bytes(shape).ok_or_else(refused)?;
         let (layers, _) = layout(shape).ok_or_else(refused)?;
-        let mut data = Vec::new();
-        data.try_reserve_exact(bytes / size_of::<Line>()).map_err(|_| refused())?;
-        data.resize(bytes / size_of::<Line>(), Line::zeroed());
+        let data = Aligned::zeroed(bytes / size_of::<Line>()).map_err(|_| refused())?;
         Ok(CpuKv { layers, blocks: shape.blocks, block_size: shape.block_size, dtype: shape.dtype, data })
     }
 

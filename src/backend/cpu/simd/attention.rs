@@ -159,6 +159,8 @@ macro_rules! tier {
 }
 
 tier!(SCALAR, scalar, Scalar, "", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
+#[cfg(target_arch = "x86_64")]
+tier!(SCALAR_FMA, scalar_fma, Scalar, "fma", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
 // 16 registers, two a vector: at most 12 hold sums.
 #[cfg(target_arch = "x86_64")]
 tier!(AVX2, avx2, Avx2, "avx2,fma,f16c", 1: 4, 4; 2: 2, 2; 3: 2, 2; 4: 1, 1; 6: 1, 1;);

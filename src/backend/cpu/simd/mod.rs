@@ -10,11 +10,13 @@ macro_rules! enable {
 mod attention;
 mod f16;
 mod lanes;
+mod linear;
 mod math;
 mod vector;
 
 pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, VECTORS};
 pub(super) use lanes::LANES;
+pub(super) use linear::{Input, LinearFns};
 pub(super) use vector::VectorKernels;
 
 use crate::error::ConfigError;
@@ -23,6 +25,8 @@ use crate::error::ConfigError;
 pub(super) struct Tier {
     /// `scalar`, `avx2` or `avx512`.
     pub(super) name: &'static str,
+    /// Matrices.
+    pub(super) linear: &'static LinearFns,
     /// Attention over the paged cache.
     pub(super) attention: &'static AttnKernels,
     /// Norms, rotations, activations.
@@ -52,7 +56,13 @@ impl Tier {
     }
 }
 
+/// The slowest first; of two with the same name a machine runs one.
 static TIERS: &[(&Tier, fn() -> bool)] = &[
+    #[cfg(target_arch = "x86_64")]
+    (&SCALAR_FMA, has_fma),
+    #[cfg(target_arch = "x86_64")]
+    (&SCALAR, || !has_fma()),
+    #[cfg(not(target_arch = "x86_64"))]
     (&SCALAR, || true),
     #[cfg(target_arch = "x86_64")]
     (&AVX2, has_avx2),
@@ -60,11 +70,21 @@ static TIERS: &[(&Tier, fn() -> bool)] = &[
     (&AVX512, has_avx512),
 ];
 
-static SCALAR: Tier = Tier { name: "scalar", attention: &attention::SCALAR, vector: &vector::SCALAR };
+static SCALAR: Tier = Tier { name: "scalar", linear: &linear::SCALAR, attention: &attention::SCALAR, vector: &vector::SCALAR };
+/// The scalar code, compiled for machines with FMA: `mul_add` is a slow call without.
 #[cfg(target_arch = "x86_64")]
-static AVX2: Tier = Tier { name: "avx2", attention: &attention::AVX2, vector: &vector::AVX2 };
+static SCALAR_FMA: Tier =
+    Tier { name: "scalar", linear: &linear::SCALAR_FMA, attention: &attention::SCALAR_FMA, vector: &vector::SCALAR_FMA };
 #[cfg(target_arch = "x86_64")]
-static AVX512: Tier = Tier { name: "avx512", attention: &attention::AVX512, vector: &vector::AVX512 };
+static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2, attention: &attention::AVX2, vector: &vector::AVX2 };
+#[cfg(target_arch = "x86_64")]
+static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512, attention: &attention::AVX512, vector: &vector::AVX512 };
+
+/// Kernels of the second scalar tier may enable `fma`.
+#[cfg(target_arch = "x86_64")]
+fn has_fma() -> bool {
+    is_x86_feature_detected!("fma")
+}
 
 /// Kernels of the tier may enable `avx2,fma,f16c`.
 #[cfg(target_arch = "x86_64")]

@@ -104,6 +104,8 @@ macro_rules! tier {
 
 tier!(SCALAR, scalar, Scalar, "");
 #[cfg(target_arch = "x86_64")]
+tier!(SCALAR_FMA, scalar_fma, Scalar, "fma");
+#[cfg(target_arch = "x86_64")]
 tier!(AVX2, avx2, Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c");

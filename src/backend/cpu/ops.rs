@@ -1,0 +1,216 @@
+//! The [`Backend`] operations of the CPU: checks and shapes here, work in the files beside.
+#![forbid(unsafe_code)]
+
+use super::arena::Aligned;
+use super::float_env::FloatEnv;
+use super::simd::Input;
+use super::weight::{Store, check_order};
+use super::{Compute, Cpu, CpuBuf, CpuKv, CpuStep, CpuWeight, attention, vector};
+use crate::arch::{Activation, NormSpec, RopeStyle};
+use crate::backend::{AttnArgs, Backend, Heads, KvShape, WeightPart};
+use crate::batch::{Batch, BatchLimits};
+use crate::dtype::FormatId;
+use crate::error::{LoadError, RunError};
+use crate::ids::BlockId;
+use crate::quant;
+
+impl Backend for Cpu {
+    type Buf = CpuBuf;
+    type Weight = CpuWeight;
+    type Kv = CpuKv;
+    type Step = CpuStep;
+
+    fn describe(&self) -> String {
+        let compute = match self.compute {
+            Compute::Exact => "exact f32 products",
+            Compute::Fast => "8-bit activations",
+        };
+        let threads = self.threads();
+        format!("CPU, {}, {threads} {}, {compute}", self.tier.name, if threads == 1 { "thread" } else { "threads" })
+    }
+
+    fn tier(&self) -> &'static str {
+        self.tier.name
+    }
+
+    fn weight_bytes(&self, format: FormatId, rows: usize, columns: usize) -> u64 {
+        Store::choose(format, self.compute).and_then(|s| s.bytes(rows, columns)).map_or(0, |b| b as u64)
+    }
+
+    fn kv_bytes(&self, shape: &KvShape) -> u64 {
+        CpuKv::bytes(shape).map_or(u64::MAX, |b| b as u64)
+    }
+
+    fn step_bytes(&self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> u64 {
+        CpuStep::bytes(limits, max_columns, kv, self.threads(), self.tier)
+    }
+
+    fn buf(&mut self, len: usize) -> Result<CpuBuf, RunError> {
+        Ok(CpuBuf(Aligned::zeroed(len)?))
+    }
+
+    fn vector(&mut self, parts: &[WeightPart<'_>]) -> Result<CpuBuf, LoadError> {
+        let _env = FloatEnv::enter();
+        let mut buf = self.buf(parts.iter().map(|p| p.view.len()).sum())?;
+        let mut rest = &mut buf.0[..];
+        for part in parts {
+            let view = &part.view;
+            let (out, after) = rest.split_at_mut(view.len());
+            rest = after;
+            let malformed = |e: &dyn std::fmt::Display| {
+                LoadError::malformed(format!("tensor {}", part.name), "data", format!("{} values", view.len()), e)
+            };
+            match part.order {
+                crate::backend::RowOrder::Natural => quant::decode(view.format, view.bytes, out).map_err(|e| malformed(&e))?,
+                order => {
+                    check_order(part, view.len())?;
+                    let mut file = vec![0.0; view.len()];
+                    quant::decode(view.format, view.bytes, &mut file).map_err(|e| malformed(&e))?;
+                    for (i, v) in out.iter_mut().enumerate() {
+                        *v = file[order.source_row(i, view.len())];
+                    }
+                }
+            }
+        }
+        Ok(buf)
+    }
+
+    fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<CpuWeight, LoadError> {
+        CpuWeight::load(parts, self.compute, &self.pool, &mut self.arena)
+    }
+
+    fn kv(&mut self, shape: &KvShape) -> Result<CpuKv, RunError> {
+        CpuKv::new(shape)
+    }
+
+    fn step(&mut self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> Result<CpuStep, RunError> {
+        CpuStep::new(limits, max_columns, kv, self.threads(), self.tier)
+    }
+
+    fn begin(&mut self, batch: &Batch, step: &mut CpuStep) -> Result<(), RunError> {
+        step.begin(batch)
+    }
+
+    fn upload(&mut self, values: &[f32], buf: &mut CpuBuf) -> Result<(), RunError> {
+        buf.0[..values.len()].copy_from_slice(values);
+        Ok(())
+    }
+
+    fn embed(&mut self, step: &CpuStep, table: &CpuWeight, scale: f32, out: &mut CpuBuf) -> Result<(), RunError> {
+        if let Some(&token) = step.tokens.iter().find(|&&t| t as usize >= table.rows()) {
+            return Err(RunError::BatchTooLarge { what: "token id", found: token as usize, limit: table.rows() - 1 });
+        }
+        let k = table.columns();
+        self.pool.for_each_row(&mut out.0[..step.tokens.len() * k], k, 4, |first, rows| {
+            for (row, &token) in rows.chunks_exact_mut(k).zip(&step.tokens[first..]) {
+                table.decode_row(token as usize, row);
+                if scale != 1.0 {
+                    row.iter_mut().for_each(|v| *v *= scale);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn add_norm(
+        &mut self,
+        rows: usize,
+        width: usize,
+        x: &mut CpuBuf,
+        delta: Option<&CpuBuf>,
+        norm: &NormSpec,
+        weight: &CpuBuf,
+        bias: Option<&CpuBuf>,
+        out: &mut CpuBuf,
+    ) -> Result<(), RunError> {
+        let (delta, bias, len) = (delta.map(|d| &d.0[..]), bias.map(|b| &b.0[..]), rows * width);
+        vector::add_norm(&self.pool, self.tier, width, &mut x.0[..len], delta, norm, &weight.0, bias, &mut out.0[..len]);
+        Ok(())
+    }
+
+    fn linear(
+        &mut self,
+        rows: usize,
+        x: &CpuBuf,
+        w: &CpuWeight,
+        bias: Option<&CpuBuf>,
+        step: &mut CpuStep,
+        out: &mut CpuBuf,
+    ) -> Result<(), RunError> {
+        let (n, k) = (w.rows(), w.columns());
+        let input = Input { x: &x.0[..rows * k], rows, k, bias: bias.map(|b| &b.0[..n]) };
+        self.tier.linear.matmul(&self.pool, &w.segments, n, &input, &mut step.words, &mut out.0[..rows * n]);
+        Ok(())
+    }
+
+    fn rope(
+        &mut self,
+        rows: usize,
+        x: &mut CpuBuf,
+        heads: Heads,
+        angles: &CpuBuf,
+        rotary: usize,
+        style: RopeStyle,
+    ) -> Result<(), RunError> {
+        vector::rope(&self.pool, self.tier, rows, &mut x.0, heads, &angles.0, rotary, style);
+        Ok(())
+    }
+
+    fn kv_write(
+        &mut self,
+        step: &CpuStep,
+        kv_src: &CpuBuf,
+        k: Heads,
+        v: Heads,
+        kv: &mut CpuKv,
+        layer: usize,
+    ) -> Result<(), RunError> {
+        kv.write(&self.pool, self.tier, layer, &step.slots, &kv_src.0, k, v);
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        step: &mut CpuStep,
+        args: &AttnArgs,
+        q_src: &CpuBuf,
+        q: Heads,
+        kv: &CpuKv,
+        layer: usize,
+        out: &mut CpuBuf,
+    ) -> Result<(), RunError> {
+        // The caller's thread joins pieces outside of the pool's jobs.
+        let _env = FloatEnv::enter();
+        let (batch, scratch) = step.attention();
+        attention::attention(&self.pool, self.tier, scratch, batch, args, &q_src.0, q, kv, layer, &mut out.0);
+        Ok(())
+    }
+
+    fn gate(&mut self, rows: usize, width: usize, act: Activation, x: &CpuBuf, out: &mut CpuBuf) -> Result<(), RunError> {
+        vector::gate(&self.pool, self.tier, width, act, &x.0[..2 * rows * width], &mut out.0[..rows * width]);
+        Ok(())
+    }
+
+    fn gather(&mut self, step: &CpuStep, width: usize, x: &CpuBuf, out: &mut CpuBuf) -> Result<(), RunError> {
+        vector::gather(width, &step.rows, &x.0, &mut out.0);
+        Ok(())
+    }
+
+    fn scale_cap(&mut self, len: usize, scale: f32, softcap: Option<f32>, x: &mut CpuBuf) -> Result<(), RunError> {
+        vector::scale_cap(&self.pool, self.tier, &mut x.0[..len], scale, softcap);
+        Ok(())
+    }
+
+    fn copy_blocks(&mut self, kv: &mut CpuKv, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError> {
+        kv.copy_blocks(pairs);
+        Ok(())
+    }
+
+    fn download(&mut self, buf: &CpuBuf, out: &mut [f32]) -> Result<(), RunError> {
+        out.copy_from_slice(&buf.0[..out.len()]);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,267 @@
+//! The promise: the same bits for a row whatever the batch, the threads and the tier; and the right numbers.
+
+use super::*;
+use crate::backend::cpu::acts::quantize_block;
+use crate::backend::cpu::arena::Arena;
+use crate::backend::cpu::simd::Tier;
+use crate::backend::cpu::weight::CpuWeight;
+use crate::backend::cpu::{Compute, synthetic};
+use crate::backend::{RowOrder, WeightPart};
+use crate::dtype::FormatId;
+use crate::quant;
+use crate::weights::TensorView;
+
+fn load(parts: &[(FormatId, usize, &[u8])], k: usize, compute: Compute) -> CpuWeight {
+    let shapes: Vec<_> = parts.iter().map(|p| [p.1, k]).collect();
+    let parts: Vec<_> = parts
+        .iter()
+        .zip(&shapes)
+        .map(|((format, _, bytes), shape)| WeightPart {
+            name: "w",
+            view: TensorView { format: *format, shape, bytes },
+            order: RowOrder::Natural,
+        })
+        .collect();
+    CpuWeight::load(&parts, compute, &Pool::new(1).unwrap(), &mut Arena::default()).unwrap()
+}
+
+fn run(fns: &LinearFns, pool: &Pool, w: &CpuWeight, x: &[f32], bias: Option<&[f32]>) -> Vec<u32> {
+    let (k, rows) = (w.columns(), x.len() / w.columns());
+    let mut y = vec![f32::NAN; rows * w.rows()];
+    let mut scratch = vec![0x7fc0_0000; rows * k];
+    fns.matmul(pool, &w.segments, w.rows(), &Input { x, rows, k, bias }, &mut scratch, &mut y);
+    y.into_iter().map(f32::to_bits).collect()
+}
+
+/// Odd N, N below a panel, K of one block, K not a multiple of the K slice, K so long that rows come in several slices.
+fn shapes(format: FormatId) -> &'static [(usize, usize)] {
+    match format.block_len() {
+        1 => &[(1, 32), (17, 7), (71, 416), (40, 1056), (3, 4100)],
+        32 => &[(1, 32), (17, 96), (33, 576), (40, 1056), (5, 8960)],
+        _ => &[(1, 256), (33, 512), (7, 8960)],
+    }
+}
+
+/// Panel formats in both modes, and two that are decoded as they are needed.
+const CASES: &[(FormatId, Compute)] = &[
+    (FormatId::F32, Compute::Fast),
+    (FormatId::F16, Compute::Fast),
+    (FormatId::BF16, Compute::Fast),
+    (FormatId::Q8_0, Compute::Fast),
+    (FormatId::Q4_0, Compute::Fast),
+    (FormatId::Q4_1, Compute::Fast),
+    (FormatId::Q5_0, Compute::Fast),
+    (FormatId::Q5_1, Compute::Fast),
+    (FormatId::Q4K, Compute::Fast),
+    (FormatId::Q5K, Compute::Fast),
+    (FormatId::Q4_1, Compute::Exact),
+    (FormatId::Q6K, Compute::Fast),
+    (FormatId::F8E4M3, Compute::Fast),
+];
+
+/// Every table there is, with a name: two for the scalar tier.
+fn tables() -> Vec<(&'static str, &'static LinearFns)> {
+    let mut tables = vec![("scalar without fma", &SCALAR)];
+    tables.extend(Tier::available().map(|t| (t.name, t.linear)));
+    tables
+}
+
+#[test]
+fn a_row_alone_and_in_a_crowd() {
+    let pools = [1, 2, 3].map(|n| Pool::new(n).unwrap());
+    for &(format, compute) in CASES {
+        for &(n, k) in shapes(format) {
+            let bytes = synthetic::weights(format, n * k, 7);
+            let w = load(&[(format, n, &bytes)], k, compute);
+            let x = synthetic::normals(131 * k, 11);
+            for tier in Tier::available() {
+                let crowds: &[usize] = match tier.name {
+                    "scalar" => &[2, 5, 13],
+                    _ => &[2, 3, 5, 6, 7, 8, 11, 12, 13, 33, 131],
+                };
+                let most = *crowds.last().unwrap();
+                let alone: Vec<u32> =
+                    x.chunks_exact(k).take(most).flat_map(|x| run(tier.linear, &pools[0], &w, x, None)).collect();
+                for (i, &m) in crowds.iter().enumerate() {
+                    let pool = &pools[i % 3];
+                    let y = run(tier.linear, pool, &w, &x[..m * k], None);
+                    assert!(
+                        y == alone[..m * n],
+                        "{} {format} {compute:?} {n}x{k} rows {m} threads {}",
+                        tier.name,
+                        pool.threads()
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn every_tier_gives_the_same_bits() {
+    let pool = Pool::new(1).unwrap();
+    for &(format, compute) in CASES {
+        for &(n, k) in shapes(format) {
+            let bytes = synthetic::weights(format, n * k, 3);
+            let w = load(&[(format, n, &bytes)], k, compute);
+            // Without FMA, `mul_add` is slow: small shapes tell as much.
+            for m in if k > 2000 { &[3][..] } else { &[1, 3, 14][..] } {
+                let mut x = synthetic::normals(m * k, 5);
+                // A zero block and a subnormal one.
+                x[..32.min(k)].fill(0.0);
+                if *m > 1 {
+                    x[k..k + 32.min(k)].fill(1e-40);
+                }
+                let all: Vec<_> = tables().into_iter().map(|(name, fns)| (name, run(fns, &pool, &w, &x, None))).collect();
+                for (name, y) in &all[1..] {
+                    assert!(*y == all[0].1, "{name} {format} {compute:?} {n}x{k} rows {m}");
+                }
+            }
+        }
+    }
+}
+
+/// Against f64 on the decoded weights and the activations as quantised: what is left is the rounding of the f32 sums.
+#[test]
+fn every_format_is_close_to_f64() {
+    let pool = Pool::new(2).unwrap();
+    for codec in quant::codecs() {
+        for compute in [Compute::Fast, Compute::Exact] {
+            let format = codec.id;
+            for &(n, k) in &shapes(format)[..2] {
+                let bytes = synthetic::weights(format, n * k, 9);
+                let mut plain = vec![0.0; n * k];
+                (codec.decode)(&bytes, &mut plain);
+                let w = load(&[(format, n, &bytes)], k, compute);
+                let m = 5;
+                let x = synthetic::normals(m * k, 13);
+                let quantized = w.segments[0].quantized();
+                let seen: Vec<f64> = match quantized {
+                    false => x.iter().map(|&v| f64::from(v)).collect(),
+                    true => x.as_chunks::<32>().0.iter().flat_map(seen_quantized).collect(),
+                };
+                let y = run(Tier::best().linear, &pool, &w, &x, None);
+                for r in 0..m {
+                    for c in 0..n {
+                        let terms = (0..k).map(|i| seen[r * k + i] * f64::from(plain[c * k + i]));
+                        let (sum, size) = terms.fold((0.0, 0.0), |(s, a), t| (s + t, a + t.abs()));
+                        let got = f64::from(f32::from_bits(y[r * n + c]));
+                        let steps = if quantized { 3 * k / 32 } else { k };
+                        // Minima cancel against scales: their sizes count apart, which 4 covers.
+                        let bound = 4.0 * steps as f64 * 6e-8 * size + 1e-30;
+                        assert!((got - sum).abs() <= bound, "{format} {compute:?} {n}x{k} at {r},{c}: {got} for {sum}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn seen_quantized(block: &[f32; 32]) -> [f64; 32] {
+    let (s, q) = quantize_block(block);
+    q.map(|q| f64::from(s) * f64::from(q))
+}
+
+#[test]
+fn extremes_do_not_saturate() {
+    let pool = Pool::new(1).unwrap();
+    let (n, k) = (33, 256);
+    for format in [FormatId::Q8_0, FormatId::Q4_0, FormatId::Q4_1, FormatId::Q5_0, FormatId::Q5_1, FormatId::Q4K, FormatId::Q5K] {
+        for fill in [0x80u8, 0x7f, 0x00, 0xff] {
+            let mut bytes = synthetic::weights(format, n * k, 1);
+            let quants = if format.block_len() == 32 { if format == FormatId::Q8_0 { 32 } else { 16 } } else { 128 };
+            for b in bytes.chunks_exact_mut(format.block_bytes()) {
+                let head = b.len() - quants;
+                b[head..].fill(fill);
+                if matches!(format, FormatId::Q5_0 | FormatId::Q5_1 | FormatId::Q5K) {
+                    let high = if format == FormatId::Q5K { 32 } else { 4 };
+                    b[head - high..head].fill(fill);
+                }
+            }
+            let w = load(&[(format, n, &bytes)], k, Compute::Fast);
+            for sign in [1.0, -1.0] {
+                let x = [sign; 256];
+                let truth = run(&SCALAR, &pool, &w, &x, None);
+                for tier in Tier::available() {
+                    assert!(run(tier.linear, &pool, &w, &x, None) == truth, "{} {format} {fill:#x}", tier.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn activations_have_the_same_bits_on_every_tier() {
+    let (rows, k) = (29, 320);
+    let mut x = synthetic::normals(rows * k, 17);
+    x[5] = f32::NAN;
+    x[40] = f32::INFINITY;
+    x[64..96].fill(-0.0);
+    x[96..128].fill(3e-39);
+    x[130] = 3e38;
+    for threads in [1, 3] {
+        let pool = Pool::new(threads).unwrap();
+        for (name, fns) in tables() {
+            // The scalar kernel in this tier's tiles.
+            let scalar = LinearFns { rows_quant: fns.rows_quant, rows_plain: fns.rows_plain, ..SCALAR };
+            for quantized in [true, false] {
+                let input = Input { x: &x, rows, k, bias: None };
+                let (mut a, mut b) = (vec![1; rows * k], vec![2; rows * k]);
+                let a = fns.prepare(&pool, quantized, &input, &mut a);
+                let b = scalar.prepare(&Pool::new(1).unwrap(), quantized, &input, &mut b);
+                assert!(a.words == b.words, "{name} {threads} threads");
+            }
+        }
+    }
+}
+
+#[test]
+fn parts_of_several_formats_and_a_bias() {
+    let pools = [1, 2].map(|n| Pool::new(n).unwrap());
+    let k = 512;
+    let parts = [(FormatId::Q4K, 40), (FormatId::Q4K, 5), (FormatId::Q6K, 33), (FormatId::F16, 1)];
+    let bytes: Vec<_> = parts.iter().zip(1..).map(|(&(f, n), seed)| synthetic::weights(f, n * k, seed)).collect();
+    let list: Vec<_> = parts.iter().zip(&bytes).map(|(&(f, n), b)| (f, n, &b[..])).collect();
+    let n: usize = parts.iter().map(|p| p.1).sum();
+    let bias = synthetic::normals(n, 23);
+    for compute in [Compute::Fast, Compute::Exact] {
+        let whole = load(&list, k, compute);
+        assert_eq!((whole.rows(), whole.columns()), (n, k));
+        let x = synthetic::normals(9 * k, 19);
+        for tier in Tier::available() {
+            for pool in &pools {
+                let y = run(tier.linear, pool, &whole, &x, Some(&bias));
+                let mut column = 0;
+                for part in &list {
+                    let alone = run(tier.linear, pool, &load(&[*part], k, compute), &x, None);
+                    for (row, alone) in y.chunks_exact(n).zip(alone.chunks_exact(part.1)) {
+                        for (c, v) in alone.iter().enumerate() {
+                            let expected = f32::from_bits(*v) + bias[column + c];
+                            assert_eq!(row[column + c], expected.to_bits(), "{} {compute:?} column {}", tier.name, column + c);
+                        }
+                    }
+                    column += part.1;
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_row_decodes_as_in_the_file() {
+    for codec in quant::codecs() {
+        for compute in [Compute::Fast, Compute::Exact] {
+            let &(n, k) = &shapes(codec.id)[1];
+            let bytes = synthetic::weights(codec.id, n * k, 29);
+            let mut plain = vec![0.0; n * k];
+            (codec.decode)(&bytes, &mut plain);
+            let w = load(&[(codec.id, n, &bytes)], k, compute);
+            let mut row = vec![0.0; k];
+            for (r, expected) in plain.chunks_exact(k).enumerate() {
+                w.decode_row(r, &mut row);
+                // As numbers: a zero quant may carry the sign of its scale, or not.
+                assert!(row == expected, "{} {compute:?} row {r}", codec.id);
+            }
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! A batch's index arrays and a step's scratch, allocated once for the largest batch.
+//!
+//! Invariant: no array ever holds more than was reserved for it, so that a step allocates nothing.
+#![forbid(unsafe_code)]
+
+use super::arena::Aligned;
+use super::attention::{AttnBatch, AttnScratch};
+use super::simd::Tier;
+use crate::backend::KvShape;
+use crate::batch::{Batch, BatchLimits};
+use crate::error::RunError;
+use crate::ids::{BlockId, TokenId};
+
+/// See the module's documentation.
+pub struct CpuStep {
+    limits: BatchLimits,
+    pub(super) tokens: Vec<TokenId>,
+    pub(super) slots: Vec<u32>,
+    pub(super) rows: Vec<u32>,
+    q_indptr: Vec<u32>,
+    kv_lens: Vec<u32>,
+    block_indptr: Vec<u32>,
+    blocks: Vec<BlockId>,
+    /// Activations in a kernel's layout, a word a value at most.
+    pub(super) words: Aligned<u32>,
+    pub(super) attention: AttnScratch,
+}
+
+impl CpuStep {
+    /// Bytes that [`new`](Self::new) allocates.
+    pub(super) fn bytes(limits: &BatchLimits, max_columns: usize, kv: &KvShape, threads: usize, tier: &Tier) -> u64 {
+        // Four bytes in every array.
+        let index = 2 * limits.tokens + limits.rows + 3 * limits.seqs + 2 + limits.blocks;
+        let words = (limits.tokens as u64).saturating_mul(max_columns as u64).saturating_add(index as u64);
+        words.saturating_mul(4).saturating_add(AttnScratch::bytes(limits, kv, threads, tier) as u64)
+    }
+
+    pub(super) fn new(
+        limits: &BatchLimits,
+        max_columns: usize,
+        kv: &KvShape,
+        threads: usize,
+        tier: &Tier,
+    ) -> Result<Self, RunError> {
+        Ok(CpuStep {
+            limits: *limits,
+            tokens: reserved(limits.tokens)?,
+            slots: reserved(limits.tokens)?,
+            rows: reserved(limits.rows)?,
+            q_indptr: reserved(limits.seqs + 1)?,
+            kv_lens: reserved(limits.seqs)?,
+            block_indptr: reserved(limits.seqs + 1)?,
+            blocks: reserved(limits.blocks)?,
+            words: Aligned::zeroed(limits.tokens.saturating_mul(max_columns))?,
+            attention: AttnScratch::new(limits, kv, threads, tier)?,
+        })
+    }
+
+    /// Takes a batch over. On an error the arrays are as they were.
+    pub(super) fn begin(&mut self, batch: &Batch) -> Result<(), RunError> {
+        let fits = |what, found: usize, limit: usize| match found <= limit {
+            true => Ok(()),
+            false => Err(RunError::BatchTooLarge { what, found, limit }),
+        };
+        fits("tokens", batch.tokens().len(), self.limits.tokens)?;
+        fits("sequences", batch.seqs(), self.limits.seqs)?;
+        fits("block table entries", batch.blocks().len(), self.limits.blocks)?;
+        fits("rows", batch.rows().len(), self.limits.rows)?;
+        refill(&mut self.tokens, batch.tokens());
+        refill(&mut self.slots, batch.slots());
+        refill(&mut self.rows, batch.rows());
+        refill(&mut self.q_indptr, batch.q_indptr());
+        refill(&mut self.kv_lens, batch.kv_lens());
+        refill(&mut self.block_indptr, batch.block_indptr());
+        refill(&mut self.blocks, batch.blocks());
+        Ok(())
+    }
+
+    /// What attention reads, and what it writes to.
+    pub(super) fn attention(&mut self) -> (AttnBatch<'_>, &mut AttnScratch) {
+        let batch = AttnBatch {
+            q_indptr: &self.q_indptr,
+            kv_lens: &self.kv_lens,
+            block_indptr: &self.block_indptr,
+            blocks: &self.blocks,
+        };
+        (batch, &mut self.attention)
+    }
+}
+
+fn refill<T: Copy>(to: &mut Vec<T>, from: &[T]) {
+    to.clear();
+    to.extend_from_slice(from);
+}
+
+fn reserved<T>(n: usize) -> Result<Vec<T>, RunError> {
+    let mut v = Vec::new();
+    v.try_reserve_exact(n).map_err(|e| RunError::Device { device: "cpu".into(), message: e.to_string() })?;
+    Ok(v)
+}
