@@ -95,6 +95,7 @@ impl CpuKv {
     ///
     /// # Panics
     /// Where a slot lies beyond the cache or the shapes do not agree with the layer's.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn write(&mut self, pool: &Pool, tier: &Tier, layer: usize, slots: &[u32], src: &[f32], k: Heads, v: Heads) {
         let l = self.layers[layer];
         assert_eq!((k.heads, k.dim, v.heads, v.dim), (l.kv_heads, l.qk_dim, l.kv_heads, l.v_dim), "heads of layer {layer}");
