@@ -2,6 +2,8 @@
 //!
 //! A tile is R rows by a whole panel. Quantised: R <= 6, so that 2 R integer and 2 R f32 sums stay in registers and a
 //! broadcast serves two dot products. Plain: R <= 12. Taller tiles, and panels cut in half, lost.
+// Two arrays of registers go in step; iterators over both cost spills.
+#![allow(clippy::needless_range_loop)]
 
 use super::{Job, LinearFns, PANEL_BYTES, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
