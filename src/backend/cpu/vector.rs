@@ -120,3 +120,188 @@ fn grain(width: usize) -> usize {
 
 /// Values that take about as long as waking a thread: some 2 to 4 us.
 const PAYS: usize = 16_384;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::NormKind;
+
+    fn values(n: usize, seed: u32) -> Vec<f32> {
+        let next = |s: &mut u32| {
+            *s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            Some((*s >> 8) as f32 / (1 << 22) as f32 - 2.0)
+        };
+        std::iter::successors(Some(seed), |s| Some(s.wrapping_add(1))).scan(seed, |s, _| next(s)).take(n).collect()
+    }
+
+    /// Runs on every tier and over threads, asks for the scalar tier's bits and gives its result.
+    fn everywhere(f: impl Fn(&Pool, &Tier) -> Vec<f32>) -> Vec<f32> {
+        let one = Pool::new(1).unwrap();
+        let truth = f(&one, Tier::named("scalar").unwrap());
+        for tier in Tier::available() {
+            for threads in [1, 2, 5] {
+                let got = f(&Pool::new(threads).unwrap(), tier);
+                let same = truth.iter().zip(&got).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan());
+                assert!(same && truth.len() == got.len(), "{} with {threads} threads", tier.name);
+            }
+        }
+        truth
+    }
+
+    fn near(got: &[f32], want: impl IntoIterator<Item = f64>, tolerance: f64, what: &str) {
+        let mut n = 0;
+        for (i, want) in want.into_iter().enumerate() {
+            let got = f64::from(got[i]);
+            assert!((got - want).abs() <= tolerance * want.abs().max(1.0), "{what}: value {i}: {got} for {want}");
+            n += 1;
+        }
+        assert_eq!(n, got.len(), "{what}");
+    }
+
+    #[test]
+    fn norms() {
+        for (rows, width) in [(1, 1), (3, 15), (2, 16), (5, 17), (1, 576), (70, 576), (3, 1000)] {
+            for kind in [NormKind::Rms, NormKind::Layer] {
+                for (delta, bias) in [(false, false), (true, false), (true, true)] {
+                    let (x, d, w, b) = (values(rows * width, 1), values(rows * width, 2), values(width, 3), values(width, 4));
+                    let spec = NormSpec { kind, eps: 1e-5 };
+                    let got = everywhere(|pool, tier| {
+                        let (mut x, mut out) = (x.clone(), vec![0.0; x.len()]);
+                        let (d, b) = (delta.then_some(&d[..]), bias.then_some(&b[..]));
+                        add_norm(pool, tier, width, &mut x, d, &spec, &w, b, &mut out);
+                        [x, out].concat()
+                    });
+                    let (sum, out) = got.split_at(rows * width);
+                    near(sum, x.iter().zip(&d).map(|(x, d)| f64::from(if delta { x + d } else { *x })), 0.0, "sum");
+                    let want = sum.chunks(width).flat_map(|row| {
+                        let n = width as f64;
+                        let mean = match kind {
+                            NormKind::Rms => 0.0,
+                            NormKind::Layer => row.iter().map(|v| f64::from(*v)).sum::<f64>() / n,
+                        };
+                        let var = row.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n;
+                        let (w, b) = (&w, &b);
+                        row.iter().enumerate().map(move |(i, v)| {
+                            let y = (f64::from(*v) - mean) / (var + f64::from(1e-5f32)).sqrt() * f64::from(w[i]);
+                            y + if bias { f64::from(b[i]) } else { 0.0 }
+                        })
+                    });
+                    // A row of one value has no variance: its rounded mean is off by an ulp, over the square root of eps.
+                    near(out, want, 2e-6, &format!("{kind:?} {rows} x {width}"));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rotations() {
+        for (rows, heads, dim, rotary) in [(1, 3, 64, 64), (5, 2, 80, 32), (3, 1, 24, 22), (200, 9, 64, 64)] {
+            let heads = Heads { stride: heads * dim + 5, offset: 3, heads, dim };
+            let (x, angles) = (values(rows * heads.stride, 5), values(rows * rotary, 6));
+            for style in [RopeStyle::HalfSplit, RopeStyle::Interleaved] {
+                let got = everywhere(|pool, tier| {
+                    let mut x = x.clone();
+                    rope(pool, tier, rows, &mut x, heads, &angles, rotary, style);
+                    x
+                });
+                let mut want: Vec<_> = x.iter().map(|v| f64::from(*v)).collect();
+                for (row, angles) in want.chunks_mut(heads.stride).zip(angles.chunks(rotary)) {
+                    for head in row[3..].chunks_exact_mut(dim).take(heads.heads) {
+                        for i in 0..rotary / 2 {
+                            let (a, b) = match style {
+                                RopeStyle::HalfSplit => (i, i + rotary / 2),
+                                RopeStyle::Interleaved => (2 * i, 2 * i + 1),
+                            };
+                            let (c, s) = (f64::from(angles[i]), f64::from(angles[i + rotary / 2]));
+                            (head[a], head[b]) = (head[a] * c - head[b] * s, head[b] * c + head[a] * s);
+                        }
+                    }
+                }
+                near(&got, want, 1e-6, &format!("{style:?} {rotary} of {dim}"));
+            }
+        }
+    }
+
+    #[test]
+    fn gates() {
+        for (rows, width) in [(1, 1), (2, 33), (1, 1536), (40, 1536)] {
+            let x: Vec<_> = values(rows * 2 * width, 7).iter().map(|v| v * 4.0).collect();
+            for act in [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
+                let got = everywhere(|pool, tier| {
+                    let mut out = vec![0.0; rows * width];
+                    gate(pool, tier, width, act, &x, &mut out);
+                    out
+                });
+                let f = |x: f64| match act {
+                    Activation::Silu => x / (1.0 + (-x).exp()),
+                    Activation::Gelu => x * 0.5 * libm::erfc(-x / 2f64.sqrt()),
+                    Activation::GeluTanh => {
+                        x * 0.5 * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x * x * x)).tanh())
+                    }
+                    Activation::Relu => x.max(0.0),
+                };
+                let want = x.chunks(2 * width).flat_map(|row| {
+                    let (a, b) = row.split_at(width);
+                    a.iter().zip(b).map(|(a, b)| f(f64::from(*a)) * f64::from(*b)).collect::<Vec<_>>()
+                });
+                near(&got, want, 3e-6, &format!("{act:?} {rows} x {width}"));
+            }
+        }
+    }
+
+    #[test]
+    fn every_value_has_the_same_bits_on_every_tier() {
+        // Every exponent and sign, NaN and infinities among them, through every function.
+        let x: Vec<_> = (0..=u16::MAX).map(|b| f32::from_bits(u32::from(b) << 16 | 0x5a5a & (u32::from(b) * 77))).collect();
+        let pairs: Vec<_> = x.iter().map(|v| [*v, 1.0]).collect::<Vec<_>>().into_flattened();
+        for act in [Activation::Silu, Activation::Gelu, Activation::GeluTanh, Activation::Relu] {
+            // Width 1 is one partial vector a row; as one row all are whole.
+            let rows = everywhere(|pool, tier| {
+                let mut out = vec![0.0; x.len()];
+                gate(pool, tier, 1, act, &pairs, &mut out);
+                out
+            });
+            let row: Vec<_> = x.iter().copied().chain(x.iter().map(|_| 1.0)).collect();
+            let whole = everywhere(|pool, tier| {
+                let mut out = vec![0.0; x.len()];
+                gate(pool, tier, x.len(), act, &row, &mut out);
+                out
+            });
+            assert!(rows.iter().zip(&whole).all(|(a, b)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()), "{act:?}");
+            assert!(x.iter().zip(&rows).all(|(x, y)| !x.is_nan() || y.is_nan()), "{act:?}");
+        }
+        let capped = everywhere(|pool, tier| {
+            let mut x = x.clone();
+            scale_cap(pool, tier, &mut x, 0.5, Some(30.0));
+            x
+        });
+        assert!(x.iter().zip(&capped).all(|(x, y)| if x.is_nan() { y.is_nan() } else { y.abs() <= 30.0 }));
+    }
+
+    #[test]
+    fn sums_caps_and_rows() {
+        let (x, d) = (values(50_007, 8), values(50_007, 9));
+        let got = everywhere(|pool, tier| {
+            let mut x = x.clone();
+            add(pool, tier, &mut x, &d);
+            scale_cap(pool, tier, &mut x, 0.25, None);
+            x
+        });
+        assert!(got.iter().zip(x.iter().zip(&d)).all(|(got, (x, d))| *got == (x + d) * 0.25));
+        let got = everywhere(|pool, tier| {
+            let mut x = x.clone();
+            scale_cap(pool, tier, &mut x, 20.0, Some(30.0));
+            x
+        });
+        near(&got, x.iter().map(|x| 30.0 * (f64::from(*x) * 20.0 / 30.0).tanh()), 1e-6, "cap");
+        let got = everywhere(|pool, tier| {
+            let mut x = x[..7 * 1000].to_vec();
+            add_bias(pool, tier, &mut x, &d[..7]);
+            x
+        });
+        assert!(got.iter().enumerate().all(|(i, got)| *got == x[i] + d[i % 7]));
+        let mut out = [0.0; 6];
+        gather(3, &[1, 4], &x, &mut out);
+        assert_eq!(out, [x[3], x[4], x[5], x[12], x[13], x[14]]);
+    }
+}

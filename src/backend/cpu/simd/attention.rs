@@ -121,17 +121,36 @@ macro_rules! tier {
         mod $module {
             use super::*;
 
-            enable!($features,
-                pub(super) unsafe fn piece<E: Elem>(job: &mut PieceJob<'_>) {
-                    let rows = job.ranges.len();
-                    // SAFETY: `AttnKernels::piece`'s.
-                    unsafe {
-                        $(if rows <= $rows {
-                            return super::piece::<$lanes, E, $rows, $b, $n>(job);
-                        })*
-                    }
+            enable!($features, pub(super) unsafe fn piece<E: Elem>(job: &mut PieceJob<'_>) {
+                let rows = job.ranges.len();
+                // SAFETY: `AttnKernels::piece`'s.
+                unsafe {
+                    $(if rows <= $rows {
+                        return super::piece(job, scores::<E, $rows, $b>, softmax, weigh::<E, $rows, $n>, weigh::<E, 1, $n>);
+                    })*
                 }
-            );
+            });
+            // Each loop is a function: in one of all shapes the compiler runs out of registers.
+            enable!($features, #[inline(never)] unsafe fn scores<E: Elem, const R: usize, const B: usize>(
+                job: &mut PieceJob<'_>,
+                first: usize,
+                end: usize,
+            ) {
+                // SAFETY: the caller's.
+                unsafe { super::scores::<$lanes, E, R, B>(job, first, end) }
+            });
+            enable!($features, #[inline(never)] unsafe fn softmax(job: &mut PieceJob<'_>) {
+                super::softmax::<$lanes>(job);
+            });
+            enable!($features, #[inline(never)] unsafe fn weigh<E: Elem, const R: usize, const N: usize>(
+                job: &mut PieceJob<'_>,
+                row: usize,
+                first: usize,
+                end: usize,
+            ) {
+                // SAFETY: the caller's.
+                unsafe { super::weigh::<$lanes, E, R, N>(job, row, first, end) }
+            });
             enable!($features, pub(super) unsafe fn join(state: &mut [f32], part: &[f32]) { super::join::<$lanes>(state, part) });
             enable!($features, pub(super) unsafe fn finish(state: &[f32], out: &mut [f32]) { super::finish::<$lanes>(state, out) });
             enable!($features, pub(super) unsafe fn narrow(from: &[f32], to: &mut [u16]) { super::narrow::<$lanes>(from, to) });
@@ -151,7 +170,13 @@ tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c",
     1: 8, 4; 2: 4, 4; 3: 4, 4; 4: 4, 4; 6: 4, 4; 8: 2, 2; 12: 2, 2;);
 
 #[inline(always)]
-unsafe fn piece<L: Lanes, E: Elem, const R: usize, const B: usize, const N: usize>(job: &mut PieceJob<'_>) {
+unsafe fn piece(
+    job: &mut PieceJob<'_>,
+    scores: unsafe fn(&mut PieceJob<'_>, usize, usize),
+    softmax: unsafe fn(&mut PieceJob<'_>),
+    weigh: unsafe fn(&mut PieceJob<'_>, usize, usize, usize),
+    weigh_one: unsafe fn(&mut PieceJob<'_>, usize, usize, usize),
+) {
     let (mut first, mut end, mut all_first, mut all_end) = (PIECE, 0, 0, PIECE);
     for &(f, e) in job.ranges {
         (all_first, all_end) = (all_first.max(f), all_end.min(e));
@@ -163,8 +188,9 @@ unsafe fn piece<L: Lanes, E: Elem, const R: usize, const B: usize, const N: usiz
         return;
     }
     // SAFETY: tokens first..end have keys.
-    unsafe { scores::<L, E, R, B>(job, first / LANES, end.div_ceil(LANES)) };
-    softmax::<L>(job);
+    unsafe { scores(job, first / LANES, end.div_ceil(LANES)) };
+    // SAFETY: the tier's instructions are there.
+    unsafe { softmax(job) };
     let width = job.v_width + PART_TAIL;
     for r in 0..job.ranges.len() {
         job.parts[r * width..][..job.v_width].fill(0.0);
@@ -174,14 +200,14 @@ unsafe fn piece<L: Lanes, E: Elem, const R: usize, const B: usize, const N: usiz
     for r in 0..job.ranges.len() {
         let (f, e) = job.ranges[r];
         // SAFETY: the row's own tokens have values.
-        unsafe { weigh::<L, E, 1, N>(job, r, f, e.min(all_first)) };
+        unsafe { weigh_one(job, r, f, e.min(all_first)) };
     }
     // SAFETY: every row's tokens have values.
-    unsafe { weigh::<L, E, R, N>(job, 0, all_first, all_end) };
+    unsafe { weigh(job, 0, all_first, all_end) };
     for r in 0..job.ranges.len() {
         let (f, e) = job.ranges[r];
         // SAFETY: the row's own tokens have values.
-        unsafe { weigh::<L, E, 1, N>(job, r, f.max(all_end), e) };
+        unsafe { weigh_one(job, r, f.max(all_end), e) };
     }
 }
 

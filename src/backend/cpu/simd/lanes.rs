@@ -216,3 +216,42 @@ pub(super) use x86::{Avx2, Avx512};
 #[cfg(target_arch = "x86_64")]
 #[path = "lanes_x86.rs"]
 mod x86;
+
+#[cfg(test)]
+mod tests {
+    use super::super::Tier;
+    use super::*;
+
+    #[test]
+    fn halves_agree_with_the_reference() {
+        for h in 0..=u16::MAX {
+            let v = f16::to_f32(h);
+            let want = half::f16::from_bits(h);
+            assert!(v.to_bits() == want.to_f32().to_bits() || v.is_nan() && want.is_nan(), "{h:#x}");
+            if !v.is_nan() {
+                assert_eq!(f16::from_f32(v), h);
+            }
+        }
+    }
+
+    #[test]
+    fn halves_are_the_same_on_every_tier() {
+        // Both sides of every tie, and NaNs.
+        let x: Vec<_> = (0..=u16::MAX)
+            .flat_map(|h| {
+                [0u32, 0x0fff, 0x1000, 0x1001].map(|low| f32::from_bits(u32::from(h) << 16 | low | u32::from(h & 1) << 15))
+            })
+            .chain([1.0; 3])
+            .collect();
+        let (mut truth, mut got) = (vec![0; x.len()], vec![1; x.len()]);
+        Tier::named("scalar").unwrap().attention.narrow(&x, &mut truth);
+        for tier in Tier::available() {
+            tier.attention.narrow(&x, &mut got);
+            assert!(truth == got, "{}", tier.name);
+        }
+        for (x, h) in x.iter().zip(&truth) {
+            let want = half::f16::from_f32_const(*x);
+            assert!(*h == want.to_bits() || x.is_nan() && half::f16::from_bits(*h).is_nan(), "{x:e}");
+        }
+    }
+}
