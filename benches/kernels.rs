@@ -31,7 +31,6 @@ const FORMATS: [FormatId; 11] = [
     FormatId::Q5_1,
     FormatId::Q4K,
     FormatId::Q5K,
-    // Without a kernel of its own: decoded for every product.
     FormatId::Q6K,
 ];
 

@@ -11,14 +11,11 @@ use loquat::quant;
 use loquat::weights::TensorView;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard};
 
 struct Counting;
 
 static CALLS: AtomicUsize = AtomicUsize::new(0);
 static BYTES: AtomicUsize = AtomicUsize::new(0);
-/// The counters are the process's: one test at a time.
-static ALONE: Mutex<()> = Mutex::new(());
 
 // SAFETY: hands everything on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
@@ -38,10 +35,6 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
-
-fn alone() -> MutexGuard<'static, ()> {
-    ALONE.lock().unwrap_or_else(|e| e.into_inner())
-}
 
 const HIDDEN: usize = 256;
 const DIMS: AttnDims = AttnDims { heads: 4, kv_heads: 2, qk_dim: 64, v_dim: 64 };
@@ -63,7 +56,7 @@ fn matrix(cpu: &mut Cpu, formats: &[FormatId], rows: usize, columns: usize) -> <
 /// Runs one layer over batches of one, of eight and of a chunk; the count is of allocations after the first round.
 fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
     let mut cpu = Cpu::new(&CpuOptions { threads, tier: Some(tier.into()), compute }).unwrap();
-    // A panel format, one that is decoded as it is needed, a plain one.
+    // Quantised and plain; where products are exact, the quantised ones are decoded as they are needed.
     let qkv = matrix(&mut cpu, &[FormatId::Q4_0, FormatId::Q6K], HIDDEN, HIDDEN);
     let up = matrix(&mut cpu, &[FormatId::Q4K, FormatId::Q8_0], HIDDEN, HIDDEN);
     let down = matrix(&mut cpu, &[FormatId::F16], HIDDEN, HIDDEN);
@@ -124,9 +117,14 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
     CALLS.load(Ordering::SeqCst) - before
 }
 
+/// One test: the counters are the process's, and the harness allocates between tests.
 #[test]
+fn memory_is_a_contract() {
+    a_step_allocates_nothing();
+    plans_hold_and_dropping_gives_everything_back();
+}
+
 fn a_step_allocates_nothing() {
-    let _alone = alone();
     for threads in [1, 3] {
         for tier in Cpu::tiers() {
             for compute in [Compute::Fast, Compute::Exact] {
@@ -136,9 +134,7 @@ fn a_step_allocates_nothing() {
     }
 }
 
-#[test]
 fn plans_hold_and_dropping_gives_everything_back() {
-    let _alone = alone();
     let before = BYTES.load(Ordering::SeqCst);
     let mut cpu = Cpu::new(&CpuOptions { threads: 2, ..CpuOptions::default() }).unwrap();
     // Rounding to lines, a chunk's bookkeeping, the list of layers.
