@@ -11,6 +11,7 @@
 //! Q8_0  1088 B   0 d: f16[32]                      64 q: bytes, stored + 128
 //! Q4_K  4736 B   0 d: f16[32]  64 dmin: f16[32]   128 8 x { 0 sc: u8[32]  32 m: u8[32]  64 q: nibbles }
 //! Q5_K  8832 B   0 d: f16[32]  64 dmin: f16[32]   128 8 x { 0 sc: u8[32]  32 m: u8[32]  64 q: bytes }
+//! Q6_K  8768 B   0 d: f16[32]                      64 8 x { 0 sc: i8[2 halves of k][32]  64 q: bytes, stored + 128 - 32 }
 //! ```
 //!
 //! Quants are `[half of the outputs][line][64]`. A 64-byte line has 4 bytes for each of 16 outputs: byte `4 * n + i` is
@@ -85,10 +86,12 @@ pub(super) trait Quant: 'static {
     const ZERO: Zero;
     /// What is done with the minimum.
     const MIN: Min;
+    /// A sub-block has two signed 8-bit scales, one for each half of its k, and no minimum.
+    const TWO: bool = false;
 
     /// Bytes before the first sub-block: f16 scales, then f16 minima where there are any.
     const HEAD: usize = if matches!(Self::MIN, Min::None) { 64 } else { 128 };
-    /// Bytes of 8-bit scales and minima before a sub-block's quants.
+    /// Bytes of 8-bit scales and minima, or scales alone, before a sub-block's quants.
     const SUB_HEAD: usize = if Self::SUBS > 1 { 64 } else { 0 };
     /// Bytes of a sub-block.
     const SUB: usize = Self::SUB_HEAD + if Self::WIDE { 1024 } else { 512 };
@@ -121,7 +124,7 @@ pub(super) enum Min {
     Minus,
 }
 
-pub(super) const KERNELS: usize = 9;
+pub(super) const KERNELS: usize = 10;
 
 static PANELS: &[(FormatId, Panel)] = &[
     (FormatId::F32, Panel { kernel: 0, pack: pack_plain::<4>, ..plain(4, f32_row) }),
@@ -135,6 +138,7 @@ static PANELS: &[(FormatId, Panel)] = &[
     (FormatId::Q5_0, quant::<Q5_0>(3)),
     (FormatId::Q5_1, quant::<Q5_1>(7)),
     (FormatId::Q5K, quant::<Q5K>(8)),
+    (FormatId::Q6K, quant::<Q6K>(9)),
 ];
 
 const fn plain(size: usize, row: fn(&[u8], usize, &mut [f32])) -> Panel {
@@ -313,6 +317,36 @@ quants! {
     };
 }
 
+/// In the file, for each half of the block: 64 bytes of low nibbles, of both halves 32 bytes of high bit pairs, then 16
+/// signed scales, d. Sub-block 4 h + c has nibbles at 64 h + 32 (c % 2), the high ones for c > 1, and bits 2 c of the pairs.
+pub(super) struct Q6K;
+
+impl Quant for Q6K {
+    const FILE: usize = 210;
+    const SUBS: usize = 8;
+    const WIDE: bool = true;
+    const ZERO: Zero = Zero::Top;
+    const MIN: Min = Min::None;
+    const TWO: bool = true;
+
+    #[inline(always)]
+    fn put(n: usize, file: &[u8], to: &mut [u8]) -> bool {
+        let file: &[u8; Self::FILE] = file.try_into().expect("a block");
+        let to: &mut [u8; Self::BYTES] = to.try_into().expect("a panel block");
+        for j in 0..8 {
+            let sub = &mut to[Self::HEAD + Self::SUB * j..][..Self::SUB];
+            (sub[n], sub[32 + n]) = (file[192 + 2 * j], file[193 + 2 * j]);
+            let (h, c) = (j / 4, j % 4);
+            let (low, high) = (&file[64 * h + 32 * (c % 2)..][..32], &file[128 + 32 * h..][..32]);
+            for g in 0..8 {
+                let v = word(low, g) >> (4 * (c / 2)) & LOW | (word(high, g) >> (2 * c) & 0x0303_0303) << 4;
+                sub[Self::SUB_HEAD + at(n, g, 8)..][..4].copy_from_slice(&(v + 0x6060_6060).to_le_bytes());
+            }
+        }
+        head(n, &file[208..], to)
+    }
+}
+
 fn f32_row(block: &[u8], lane: usize, out: &mut [f32]) {
     out[0] = f32::from_le_bytes(block[4 * lane..][..4].try_into().expect("four bytes"));
 }
@@ -329,8 +363,8 @@ fn bf16_row(block: &[u8], lane: usize, out: &mut [f32]) {
 fn quant_row<Q: Quant>(block: &[u8], lane: usize, out: &mut [f32]) {
     for (j, out) in out.as_chunks_mut::<32>().0.iter_mut().enumerate() {
         let sub = &block[Q::HEAD + j * Q::SUB..][..Q::SUB];
-        let (scale, min) = scale_and_min::<Q>(block, sub, lane);
         for (k, v) in out.iter_mut().enumerate() {
+            let (scale, min) = scale_and_min::<Q>(block, sub, lane, k / 16);
             let q = f32::from(stored::<Q>(&sub[Q::SUB_HEAD..], lane, k)) - zero::<Q>();
             *v = match Q::MIN {
                 Min::None => scale * q,
@@ -341,9 +375,12 @@ fn quant_row<Q: Quant>(block: &[u8], lane: usize, out: &mut [f32]) {
     }
 }
 
-/// Scale and minimum of output `lane` in the sub-block `sub` of `block`; both products are exact.
+/// Scale and minimum of output `lane` for half `half` of the sub-block `sub` of `block`; both products are exact.
 #[inline(always)]
-pub(super) fn scale_and_min<Q: Quant>(block: &[u8], sub: &[u8], lane: usize) -> (f32, f32) {
+pub(super) fn scale_and_min<Q: Quant>(block: &[u8], sub: &[u8], lane: usize, half: usize) -> (f32, f32) {
+    if Q::TWO {
+        return (f16_at(block, lane) * f32::from(sub[32 * half + lane] as i8), 0.0);
+    }
     let (scale, min) = (f16_at(block, lane), if Q::MIN == Min::None { 0.0 } else { f16_at(&block[64..], lane) });
     if Q::SUBS == 1 { (scale, min) } else { (scale * f32::from(sub[lane]), min * f32::from(sub[32 + lane])) }
 }

@@ -301,7 +301,7 @@ fn vectors_are_decoded_and_reordered() {
 fn a_matrix_is_reordered_row_by_row() {
     let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
     let (n, k) = (8, 256);
-    for (format, compute) in [(FormatId::Q4_0, Compute::Fast), (FormatId::Q6K, Compute::Fast), (FormatId::Q4_0, Compute::Exact)] {
+    for (format, compute) in [(FormatId::Q4_0, Compute::Fast), (FormatId::Q3K, Compute::Fast), (FormatId::Q4_0, Compute::Exact)] {
         cpu.compute = compute;
         let bytes = synthetic::weights(format, n * k, 31);
         let mut plain = vec![0.0; n * k];

@@ -6,7 +6,7 @@
 
 use super::{Job, LinearFns, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q8_0, Quant, Zero};
+use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
 use core::arch::x86_64::*;
 use core::ops::Range;
 
@@ -24,6 +24,7 @@ pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
         quant_job::<Q4K>,
         quant_job::<Q5_1>,
         quant_job::<Q5K>,
+        quant_job::<Q6K>,
     ],
 };
 
@@ -74,6 +75,12 @@ unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, quarte
                 let sub = w.add(Q::HEAD + j * Q::SUB);
                 let (scale, min) = match Q::SUBS {
                     1 => (d, m),
+                    _ if Q::TWO => {
+                        let s = |half: usize| _mm256_mul_ps(d, signed_bytes(sub.add(32 * half + 8 * quarter)));
+                        step_two::<R>(sub.add(Q::SUB_HEAD), quarter, act, [s(0), s(1)], &mut acc);
+                        act = act.add(R * WORDS);
+                        continue;
+                    }
                     _ => (_mm256_mul_ps(d, bytes(sub.add(8 * quarter))), _mm256_mul_ps(m, bytes(sub.add(32 + 8 * quarter)))),
                 };
                 step::<Q, R>(sub.add(Q::SUB_HEAD), quarter, act, scale, min, &mut acc);
@@ -167,6 +174,37 @@ unsafe fn step<Q: Quant, const R: usize>(
     }
 }
 
+/// As [`step`] for zero-point 128, with a scale for each half of k.
+///
+/// # Safety
+/// `act` has `WORDS * R` words, `q` a sub-block's quants.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn step_two<const R: usize>(q: *const u8, quarter: usize, act: *const u32, scales: [__m256; 2], acc: &mut [__m256; R]) {
+    // SAFETY: by the contract.
+    unsafe {
+        let x = act.add(4 * R);
+        let (ones, flip) = (_mm256_set1_epi16(1), _mm256_set1_epi8(-128));
+        let (half, part) = (quarter / 2, quarter % 2);
+        for (k, scale) in scales.into_iter().enumerate() {
+            let mut dot = [_mm256_set1_epi32(MAGIC_BITS); R];
+            for g in 4 * k..4 * k + 4 {
+                let w = _mm256_xor_si256(_mm256_load_si256(q.add((8 * half + g) * 64 + 32 * part).cast()), flip);
+                let abs = _mm256_abs_epi8(w);
+                for (r, dot) in dot.iter_mut().enumerate() {
+                    let v = _mm256_sign_epi8(_mm256_set1_epi32(*x.add(g * R + r) as i32), w);
+                    *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(_mm256_maddubs_epi16(abs, v), ones));
+                }
+            }
+            let magic = _mm256_mul_ps(scale, _mm256_set1_ps(-MAGIC));
+            for r in 0..R {
+                let t = _mm256_fmadd_ps(_mm256_castsi256_ps(dot[r]), scale, magic);
+                acc[r] = _mm256_fmadd_ps(t, _mm256_set1_ps(f32::from_bits(*act.add(r))), acc[r]);
+            }
+        }
+    }
+}
+
 /// # Safety
 /// As [`LinearFns::panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -246,6 +284,15 @@ unsafe fn brain(p: *const u8, quarter: usize) -> __m256 {
 unsafe fn bytes(p: *const u8) -> __m256 {
     // SAFETY: by the contract.
     unsafe { _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(p.cast()))) }
+}
+
+/// # Safety
+/// 8 bytes at `p`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn signed_bytes(p: *const u8) -> __m256 {
+    // SAFETY: by the contract.
+    unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast()))) }
 }
 
 #[inline]

@@ -2,10 +2,12 @@
 //!
 //! A tile is R rows by a whole panel. Quantised: R <= 6, so that 2 R integer and 2 R f32 sums stay in registers and a
 //! broadcast serves two dot products. Plain: R <= 12. Taller tiles, and panels cut in half, lost.
+// Two arrays of registers go in step; iterators over both cost spills.
+#![allow(clippy::needless_range_loop)]
 
 use super::{Job, LinearFns, PANEL_BYTES, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q8_0, Quant, Zero};
+use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
 use core::arch::x86_64::*;
 use core::mem::MaybeUninit;
 use core::ops::Range;
@@ -24,6 +26,7 @@ pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
         quant_job::<Q4K>,
         quant_job::<Q5_1>,
         quant_job::<Q5K>,
+        quant_job::<Q6K>,
     ],
 };
 
@@ -123,7 +126,16 @@ unsafe fn quant<Q: Quant, const R: usize, const S: bool>(job: &Job<'_>, tile: &T
             if few {
                 ahead(w, Q::BYTES);
             }
-            if Q::SUBS > 1 {
+            if Q::TWO {
+                let d = [half_scale(w, 0), half_scale(w, 1)];
+                for j in 0..Q::SUBS {
+                    let sub = w.add(Q::HEAD + j * Q::SUB);
+                    // f16 times an 8-bit integer is exact.
+                    let scale = |k: usize, h: usize| _mm512_mul_ps(d[h], signed_bytes(sub.add(32 * k + 16 * h)));
+                    step_two::<R>(sub.add(Q::SUB_HEAD), act, scale, &mut acc);
+                    act = act.add(R * WORDS);
+                }
+            } else if Q::SUBS > 1 {
                 let d = [half_scale(w, 0), half_scale(w, 1)];
                 let dmin = [half_scale(w.add(64), 0), half_scale(w.add(64), 1)];
                 for j in 0..Q::SUBS {
@@ -203,6 +215,48 @@ unsafe fn step<Q: Quant, const R: usize, const S: bool>(
     }
 }
 
+/// As [`step`] for zero-point 128, with a scale for each half of k.
+///
+/// # Safety
+/// `act` has `WORDS * R` words, `q` a sub-block's quants.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn step_two<const R: usize>(
+    q: *const u8,
+    act: *const u32,
+    scale: impl Fn(usize, usize) -> __m512,
+    acc: &mut [[__m512; R]; 2],
+) {
+    // SAFETY: by the contract.
+    unsafe {
+        let x = act.add(4 * R);
+        let zero_point = _mm512_set1_epi8(-128);
+        unrolled!(k in [0, 1] {
+            let mut dot = [[_mm512_setzero_si512(); R]; 2];
+            for r in 0..R {
+                // The activations hold sums over the whole block only: 128 times the sum over this half.
+                let mut sum = _mm512_setzero_si512();
+                unrolled!(g in [0, 1, 2, 3] {
+                    sum = _mm512_dpbusd_epi32(sum, zero_point, _mm512_set1_epi32(*x.add((4 * k + g) * R + r) as i32));
+                });
+                dot[0][r] = _mm512_sub_epi32(_mm512_set1_epi32(MAGIC_BITS), sum);
+                dot[1][r] = dot[0][r];
+            }
+            unrolled!(g in [0, 1, 2, 3] {
+                dots(&mut dot, line(q, 4 * k + g), line(q, 8 + 4 * k + g), x.add((4 * k + g) * R));
+            });
+            for h in 0..2 {
+                let scale = scale(k, h);
+                let magic = _mm512_mul_ps(scale, _mm512_set1_ps(-MAGIC));
+                for r in 0..R {
+                    let t = _mm512_fmadd_ps(_mm512_castsi512_ps(dot[h][r]), scale, magic);
+                    acc[h][r] = _mm512_fmadd_ps(t, _mm512_set1_ps(f32::from_bits(*act.add(r))), acc[h][r]);
+                }
+            }
+        });
+    }
+}
+
 /// Four k of 32 outputs against R rows.
 ///
 /// # Safety
@@ -253,6 +307,15 @@ unsafe fn brain(p: *const u8, half: usize) -> __m512 {
 unsafe fn bytes(p: *const u8) -> __m512 {
     // SAFETY: by the contract.
     unsafe { _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(p.cast()))) }
+}
+
+/// # Safety
+/// 16 bytes at `p`.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn signed_bytes(p: *const u8) -> __m512 {
+    // SAFETY: by the contract.
+    unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(p.cast()))) }
 }
 
 /// # Safety

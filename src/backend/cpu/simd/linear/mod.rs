@@ -139,7 +139,6 @@ impl LinearFns {
             // Large enough that the counter costs nothing, small enough that the threads end together.
             let grain = (panels / (pool.threads() * 8)).clamp(1, 64);
             pool.for_each_chunk(panels, grain, |_, range| {
-                let out = out;
                 let mut before = 0;
                 for segment in mine() {
                     let count = segment.panels();

@@ -7,6 +7,8 @@
 //! acc  = fma(min_w, scale_x * sum_x, acc)     formats with a minimum
 //! ```
 //!
+//! (with two scales to a block: the first three lines for k below 16, then for the others)
+//!
 //! and for plain weights `acc = fma(w, x, acc)` for k ascending.
 //!
 //! Without an FMA instruction `mul_add` is an exact but slow call. So all of it is compiled once more with `fma` enabled,
@@ -14,7 +16,7 @@
 
 use super::{Job, LinearFns, Rows, Tile};
 use crate::backend::cpu::acts::{MAGIC_BITS, WORDS, put_head, quantize_block};
-use crate::backend::cpu::panel::{LANES, Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q8_0, Quant, Zero, f16_at, scale_and_min};
+use crate::backend::cpu::panel::{LANES, Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero, f16_at, scale_and_min};
 use core::ops::Range;
 use half::bf16;
 
@@ -32,6 +34,7 @@ pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
         quant_base::<Q4K>,
         quant_base::<Q5_1>,
         quant_base::<Q5K>,
+        quant_base::<Q6K>,
     ],
 };
 
@@ -50,6 +53,7 @@ pub(in crate::backend::cpu) static LINEAR_FMA: LinearFns = LinearFns {
         quant_fma::<Q4K>,
         quant_fma::<Q5_1>,
         quant_fma::<Q5K>,
+        quant_fma::<Q6K>,
     ],
 };
 
@@ -111,7 +115,11 @@ unsafe fn quant<Q: Quant>(job: &Job<'_>) {
                 for j in 0..Q::SUBS {
                     let words = &tile.act[((job.first + b) * Q::SUBS + j) * WORDS * tile.rows..][..WORDS * tile.rows];
                     let sub = &block[Q::HEAD + j * Q::SUB..][..Q::SUB];
-                    step::<Q>(block, sub, words, tile.rows, r, &mut acc);
+                    if Q::TWO {
+                        step_two::<Q>(block, sub, words, tile.rows, r, &mut acc);
+                    } else {
+                        step::<Q>(block, sub, words, tile.rows, r, &mut acc);
+                    }
                 }
             }
             y.copy_from_slice(&acc[..y.len()]);
@@ -144,12 +152,38 @@ fn step<Q: Quant>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize
     }
     let (scale_x, sum_x) = (f32::from_bits(word(0)), f32::from_bits(word(1)));
     for (n, (acc, dot)) in acc.iter_mut().zip(dot).enumerate() {
-        let (scale, min) = scale_and_min::<Q>(block, sub, n);
+        let (scale, min) = scale_and_min::<Q>(block, sub, n, 0);
         *acc = (dot as f32 * scale).mul_add(scale_x, *acc);
         match Q::MIN {
             Min::None => {}
             Min::Plus => *acc = min.mul_add(sum_x, *acc),
             Min::Minus => *acc = (-min).mul_add(sum_x, *acc),
+        }
+    }
+}
+
+/// As [`step`], with a scale for each half of k.
+#[inline(always)]
+fn step_two<Q: Quant>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
+    let word = |i: usize| words[i * rows + r];
+    let q = &sub[Q::SUB_HEAD..];
+    for half in 0..2 {
+        let mut dot = [0; LANES];
+        for g in 4 * half..4 * half + 4 {
+            let x = word(4 + g).to_le_bytes().map(|q| i32::from(q as i8));
+            for part in 0..2 {
+                let line = &q[(part * 8 + g) * 64..][..64];
+                for (dot, q) in dot[16 * part..].iter_mut().zip(line.as_chunks::<4>().0) {
+                    for i in 0..4 {
+                        *dot += (i32::from(q[i]) - 128) * x[i];
+                    }
+                }
+            }
+        }
+        let scale_x = f32::from_bits(word(0));
+        for (n, (acc, dot)) in acc.iter_mut().zip(dot).enumerate() {
+            let (scale, _) = scale_and_min::<Q>(block, sub, n, half);
+            *acc = (dot as f32 * scale).mul_add(scale_x, *acc);
         }
     }
 }

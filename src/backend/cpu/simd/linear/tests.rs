@@ -42,7 +42,7 @@ fn shapes(format: FormatId) -> &'static [(usize, usize)] {
     }
 }
 
-/// Panel formats in both modes, and two that are decoded as they are needed.
+/// Panel formats, and some that are decoded as they are needed.
 const CASES: &[(FormatId, Compute)] = &[
     (FormatId::F32, Compute::Fast),
     (FormatId::F16, Compute::Fast),
@@ -56,6 +56,8 @@ const CASES: &[(FormatId, Compute)] = &[
     (FormatId::Q5K, Compute::Fast),
     (FormatId::Q4_1, Compute::Exact),
     (FormatId::Q6K, Compute::Fast),
+    (FormatId::Q6K, Compute::Exact),
+    (FormatId::IQ4XS, Compute::Fast),
     (FormatId::F8E4M3, Compute::Fast),
 ];
 
@@ -166,17 +168,22 @@ fn seen_quantized(block: &[f32; 32]) -> [f64; 32] {
 fn extremes_do_not_saturate() {
     let pool = Pool::new(1).unwrap();
     let (n, k) = (33, 256);
-    for format in [FormatId::Q8_0, FormatId::Q4_0, FormatId::Q4_1, FormatId::Q5_0, FormatId::Q5_1, FormatId::Q4K, FormatId::Q5K] {
+    // Bytes of a block that hold quants, fifth bits and high pairs included.
+    let quants = [
+        (FormatId::Q8_0, 2..34),
+        (FormatId::Q4_0, 2..18),
+        (FormatId::Q4_1, 4..20),
+        (FormatId::Q5_0, 2..22),
+        (FormatId::Q5_1, 4..24),
+        (FormatId::Q4K, 16..144),
+        (FormatId::Q5K, 16..176),
+        (FormatId::Q6K, 0..192),
+    ];
+    for (format, quants) in quants {
         for fill in [0x80u8, 0x7f, 0x00, 0xff] {
             let mut bytes = synthetic::weights(format, n * k, 1);
-            let quants = if format.block_len() == 32 { if format == FormatId::Q8_0 { 32 } else { 16 } } else { 128 };
             for b in bytes.chunks_exact_mut(format.block_bytes()) {
-                let head = b.len() - quants;
-                b[head..].fill(fill);
-                if matches!(format, FormatId::Q5_0 | FormatId::Q5_1 | FormatId::Q5K) {
-                    let high = if format == FormatId::Q5K { 32 } else { 4 };
-                    b[head - high..head].fill(fill);
-                }
+                b[quants.clone()].fill(fill);
             }
             let w = load(&[(format, n, &bytes)], k, Compute::Fast);
             for sign in [1.0, -1.0] {
@@ -219,7 +226,7 @@ fn activations_have_the_same_bits_on_every_tier() {
 fn parts_of_several_formats_and_a_bias() {
     let pools = [1, 2].map(|n| Pool::new(n).unwrap());
     let k = 512;
-    let parts = [(FormatId::Q4K, 40), (FormatId::Q4K, 5), (FormatId::Q6K, 33), (FormatId::F16, 1)];
+    let parts = [(FormatId::Q4K, 40), (FormatId::Q4K, 5), (FormatId::Q3K, 33), (FormatId::F16, 1)];
     let bytes: Vec<_> = parts.iter().zip(1..).map(|(&(f, n), seed)| synthetic::weights(f, n * k, seed)).collect();
     let list: Vec<_> = parts.iter().zip(&bytes).map(|(&(f, n), b)| (f, n, &b[..])).collect();
     let n: usize = parts.iter().map(|p| p.1).sum();

@@ -1,0 +1,116 @@
+//! Matrix products of every kernel tier, weight format and batch height on one thread. One row reads weights (GB/s of
+//! weights), many rows compute (elements are multiply-adds). Every result is compared with the scalar tier's before it is
+//! timed: all tiers give the same bits.
+//!
+//! `cargo bench --bench kernels -- 'avx2/Q4_0'` picks some.
+
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use loquat::arch::AttnDims;
+use loquat::backend::cpu::{Cpu, CpuBuf, CpuOptions, CpuStep, CpuWeight};
+use loquat::backend::{Backend, KvShape, RowOrder, WeightPart};
+use loquat::batch::BatchLimits;
+use loquat::dtype::{FormatId, KvDType};
+use loquat::quant;
+use loquat::weights::TensorView;
+use std::time::Duration;
+
+const N: usize = 768;
+const K: usize = 1536;
+const ROWS: [usize; 4] = [1, 4, 16, 64];
+/// One row reads this much before it comes back to the same weights: more than a core's own caches hold.
+const FOOTPRINT: u64 = 8 << 20;
+
+const FORMATS: [FormatId; 11] = [
+    FormatId::F32,
+    FormatId::F16,
+    FormatId::BF16,
+    FormatId::Q8_0,
+    FormatId::Q4_0,
+    FormatId::Q4_1,
+    FormatId::Q5_0,
+    FormatId::Q5_1,
+    FormatId::Q4K,
+    FormatId::Q5K,
+    FormatId::Q6K,
+];
+
+struct Device {
+    cpu: Cpu,
+    step: CpuStep,
+    x: CpuBuf,
+    out: CpuBuf,
+}
+
+impl Device {
+    fn new(tier: &str) -> Self {
+        let options = CpuOptions { tier: Some(tier.into()), ..CpuOptions::default() };
+        let mut cpu = Cpu::new(&options).expect("a tier of this machine");
+        let rows = ROWS[ROWS.len() - 1];
+        let limits = BatchLimits { tokens: rows, seqs: 1, blocks: 1, rows };
+        let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16 };
+        let kv = KvShape { layers: vec![dims], blocks: 1, block_size: 16, dtype: KvDType::F16 };
+        let step = cpu.step(&limits, K, &kv).expect("memory");
+        let (mut x, out) = (cpu.buf(rows * K).expect("memory"), cpu.buf(rows * N).expect("memory"));
+        cpu.upload(&values(rows * K, 2), &mut x).expect("an upload");
+        Device { cpu, step, x, out }
+    }
+
+    fn weight(&mut self, format: FormatId, bytes: &[u8]) -> CpuWeight {
+        let view = TensorView { format, shape: &[N, K], bytes };
+        self.cpu.weight(&[WeightPart { name: "w", view, order: RowOrder::Natural }]).expect("a matrix")
+    }
+
+    fn run(&mut self, rows: usize, w: &CpuWeight) {
+        self.cpu.linear(rows, &self.x, w, None, &mut self.step, &mut self.out).expect("a product");
+    }
+
+    fn result(&mut self, rows: usize, w: &CpuWeight) -> Vec<u32> {
+        self.run(rows, w);
+        let mut out = vec![0.0; rows * N];
+        self.cpu.download(&self.out, &mut out).expect("a download");
+        out.into_iter().map(f32::to_bits).collect()
+    }
+}
+
+/// Seeded, roughly normal.
+fn values(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed;
+    let mut unit = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..len).map(|_| (0..4).map(|_| unit()).sum::<f32>() * 0.05).collect()
+}
+
+fn matmul(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("matmul");
+    group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
+    let few = values(16 * K, 1);
+    let mut truth = Device::new("scalar");
+    let mut devices: Vec<_> = Cpu::tiers().map(|t| (t, Device::new(t))).collect();
+    for format in FORMATS {
+        // Encoding is slow and a kernel does not mind rows that repeat.
+        let bytes = quant::encode(format, &few, K).expect("a format that can be written").repeat(N / 16);
+        let w = truth.weight(format, &bytes);
+        let expected = ROWS.map(|rows| truth.result(rows, &w));
+        for (tier, device) in &mut devices {
+            let size = device.cpu.weight_bytes(format, N, K);
+            let copies: Vec<_> = (0..FOOTPRINT.div_ceil(size)).map(|_| device.weight(format, &bytes)).collect();
+            for (rows, expected) in ROWS.iter().zip(&expected) {
+                assert!(device.result(*rows, &copies[0]) == *expected, "{tier} {format} {rows} rows: other bits");
+                group.throughput(match rows {
+                    1 => Throughput::Bytes(size),
+                    _ => Throughput::Elements((rows * N * K) as u64),
+                });
+                let mut next = copies.iter().cycle();
+                group.bench_function(format!("{tier}/{format}/{rows}"), |b| {
+                    b.iter(|| device.run(*rows, next.next().expect("a cycle")));
+                });
+            }
+        }
+    }
+    group.finish();
+}
+
+criterion_group!(benches, matmul);
+criterion_main!(benches);
