@@ -1,5 +1,5 @@
 //! Tokenizers, chat templates and the detokenizer through the public API, against encodings made by other implementations.
-#![allow(unreachable_pub, reason = "what test files share is public to nobody else")]
+#![allow(unreachable_pub, clippy::unwrap_used, reason = "what test files share is public to nobody else, and tests unwrap")]
 
 use loquat::text::{
     AddSpecial, ChatTemplate, Detokenizer, DetokenizerOptions, EncodeOptions, GgufVocab, Message, RenderOptions, Specials, Start,

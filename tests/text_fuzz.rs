@@ -1,5 +1,5 @@
 //! The bodies of the fuzz targets on a seeded corpus: no panic, no hang.
-#![allow(unreachable_pub, reason = "what test files share is public to nobody else")]
+#![allow(unreachable_pub, clippy::unwrap_used, reason = "what test files share is public to nobody else, and tests unwrap")]
 
 #[path = "../fuzz/bodies/template.rs"]
 mod template;

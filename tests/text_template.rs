@@ -1,6 +1,6 @@
 //! Chat templates through the public API: the golden renderings, templates in the manner of the common families, and templates
 //! that mean harm.
-#![allow(unreachable_pub, reason = "what test files share is public to nobody else")]
+#![allow(unreachable_pub, clippy::unwrap_used, reason = "what test files share is public to nobody else, and tests unwrap")]
 
 use loquat::TextError;
 use loquat::text::{ChatTemplate, Message, RenderOptions};
@@ -240,6 +240,10 @@ fn what_templates_of_published_models_use() {
     check("{{ '<b>&' }}{{ '<b>' | e }}", "<b>&&lt;b&gt;");
     check("{% generation %}x{% endgeneration %}", "x");
     check("{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ documents is none }}", "<s></s>TrueTrue");
+    check("{% set ns = namespace(x=[1, 2][1:], y=0) %}{% set ns.y = ns.x[0] %}{{ ns.y }}", "2");
+    check("{% set x %}a{% endset -%}\n{%- set y = [1, 2, 3][1:] -%}\n b{{ x }}{{ y }}{{ (y + [4]) | length }}", "ba[2, 3]3");
+    check("{%- for k, v in {'a': [1]} | items -%} {{ k }}{{ v[0] }} {%- endfor %}\nx", "a1x");
+    check("{{ [1, 2] | sum }} {{ [{'a': 1.5}, {'a': 1}] | sum(attribute='a', start=2) }}", "3 4.5");
     check("{% set x %}a{{ 1 }}{% endset %}{{ x }}", "a1");
     check("{{ messages | length }}{{ 'x' is string }}{{ {} is mapping }}{{ [] is iterable }}{{ [1,2][-1] }}", "0TrueTrueTrue2");
 }
@@ -297,5 +301,91 @@ fn templates_in_tokenizer_config() {
     assert_eq!(named.names().count(), 2);
     for wrong in [json!(1), json!([1]), json!([{"name": "x"}]), json!("{% if %}"), json!([])] {
         assert!(from(wrong).is_err());
+    }
+}
+
+#[test]
+fn hostile_templates_end() {
+    let start = std::time::Instant::now();
+    let harm = [
+        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999999999) %}{% endfor %}",
+        "{{ 'x' * 9999999999 }}",
+        "{{ ['x'] * 9999999999 }}",
+        "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(64) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x=[1]) %}{% for a in range(64) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x | length }}{{ ns.x | tojson }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for a in [[[1]]] recursive %}{{ loop([a]) }}{% endfor %}",
+        "{{ ('x' * 100000).replace('x', 'y' * 100000) }}",
+        "{{ 'x'.join(range(100000)) * 100000 }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ ([[1] * 100000] * 100000) | sum(start=[]) | length }}",
+        "{{ 'a\\nb' | indent(999999999) }}",
+        "{{ [1] | batch(99999999, 'x') | list | length }}",
+        "{{ range(100000) | map('string') | join('x' * 100000) }}",
+        "{% for a in range(100000) %}{{ 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx' * 1000 }}{% endfor %}",
+        "{{ [1] | tojson(indent=999999999) }}",
+    ];
+    for source in harm {
+        let start = std::time::Instant::now();
+        fails(source, "");
+        assert!(start.elapsed().as_secs() < 20, "{source}: {:?}", start.elapsed());
+    }
+    for (open, close) in [("(", ")"), ("[", "]"), ("{'a':", "}"), ("-", ""), ("not ", "")] {
+        let source = format!("{{{{ {}1{} }}}}", open.repeat(50_000), close.repeat(50_000));
+        let _ = expand(&source);
+    }
+    let _ = expand(&"{% if true %}".repeat(20_000));
+    fails(&format!("{{% if x %}}{}{{% endif %}}", "{% elif y %}".repeat(10_000)), "elif");
+    for part in [" + 1", ".a", "|trim", " ~ 'a'", " if x else y", "[0]", " and x", "()"] {
+        fails(&format!("{{{{ x{} }}}}", part.repeat(50_000)), "words");
+        let _ = expand(&format!("{{{{ x{} }}}}", part.repeat(300)));
+    }
+    for sign in ["-", "not "] {
+        fails(&format!("{{{{ {}x }}}}", sign.repeat(100_000)), "words");
+        let _ = expand(&format!("{{{{ {}x }}}}", sign.repeat(990)));
+    }
+    assert!(ChatTemplate::new(&"x".repeat(2 << 20)).is_err());
+    let mut deep = json!(1);
+    for _ in 0..100 {
+        deep = json!([deep]);
+    }
+    let template = ChatTemplate::new("{{ messages }}").unwrap();
+    assert!(template.render_json(&deep, &options()).is_err());
+    assert!(start.elapsed().as_secs() < 60, "{:?}", start.elapsed());
+}
+
+/// Values nested a hundred thousand deep would overflow the stack when they are dropped.
+#[test]
+fn nesting_is_bounded() {
+    for source in [
+        "{% set ns = namespace(x=1) %}{% for a in range(90000) %}{% set ns.x = [ns.x] %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}{% for a in range(90000) %}{% set ns.x = {'a': ns.x} %}{% endfor %}",
+        "{% set ns = namespace(x=[1]) %}{% for a in range(90000) %}{% set ns.x = ns.x + [1] %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}{% for a in range(90000) %}{% set ns.x = namespace(y=ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}{% for a in range(90000) %}{% set ns.x = (ns.x, 1) %}{% endfor %}",
+        "{% set ns = namespace(x=1) %}{% set ns.x = ns %}{{ ns }}",
+        "{% set ns = namespace(x=1) %}{% set ns.x = [ns] %}{{ ns }}",
+        "{% macro m(x) %}{{ m([x, x]) }}{% endmacro %}{{ m(1) }}",
+        "{% for a in [1] recursive %}{{ loop([[a] + [a]]) }}{% endfor %}",
+    ] {
+        fails(source, "");
+    }
+    let _ = expand(&format!("{{% set x = 1 %}}{}", "{% set x = [x] %}".repeat(60_000)));
+    // Operators that pass a list through, over and over: they end, whether with an error or not.
+    for step in [
+        "ns.x[0:]",
+        "ns.x | map('string')",
+        "ns.x | reverse",
+        "ns.x * 1",
+        "ns.x | list",
+        "[(ns.x | first)[0:] | map('list')]",
+        "{'a': ns.x[0:]}",
+    ] {
+        let _ = expand(&format!(
+            "{{% set ns = namespace(x=[1]) %}}{{% for a in range(90000) %}}{{% set ns.x = {step} %}}{{% endfor %}}"
+        ));
     }
 }

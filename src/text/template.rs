@@ -12,8 +12,9 @@ use super::tojson::tojson;
 use super::tokenizer::Tokenizer;
 use crate::error::TextError;
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, UndefinedBehavior, Value};
+use minijinja::value::{Kwargs, Serde, ValueKind};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -115,7 +116,7 @@ impl ChatTemplate {
                 let found = source.len();
                 return Err(TextError::template(format!("{name}: at most {LONGEST_SOURCE} bytes expected, found {found}")));
             }
-            environment.add_template_owned(name.to_owned(), tags::rewrite(source)).map_err(error)?;
+            environment.add_template_owned(name.to_owned(), tags::rewrite(source)?).map_err(error)?;
             sources.insert(name.to_owned(), source.to_owned());
         }
         if sources.is_empty() {
@@ -229,9 +230,18 @@ fn environment() -> Environment<'static> {
     environment.set_syntax(syntax);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_undefined_behavior(UndefinedBehavior::Lenient);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(|state: &mut State, value: &Value, method: &str, args: &[Value]| {
+        if method == "format" && value.as_str().is_some_and(has_wide_field) {
+            return Err(Error::new(ErrorKind::InvalidOperation, "format: widths of at most four digits expected"));
+        }
+        unknown_method_callback(state, value, method, args)
+    });
     environment.set_recursion_limit(RECURSION);
     environment.add_filter("tojson", tojson);
+    environment.add_filter("sum", sum);
+    environment.remove_global("debug");
+    environment
+        .add_function(tags::CHECK, |state: &State, named: Value| bounded(state, &named, 0).map(|new| new.unwrap_or(named)));
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
@@ -252,6 +262,80 @@ fn size_of(value: &Json, depth: usize) -> Result<usize, TextError> {
             }
             _ => 0,
         })
+}
+
+/// Walks a value that was just named and charges for each part of it: nothing may be deeper, longer or more tangled than a
+/// template has use for. What is lazy inside is computed once and kept, as a chain of lazy steps is walked by recursion; then
+/// the new value is given.
+fn bounded(state: &State, value: &Value, depth: usize) -> Result<Option<Value>, Error> {
+    if depth > DEEPEST {
+        let message = format!("values nested at most {DEEPEST} deep expected");
+        return Err(Error::new(ErrorKind::InvalidOperation, message));
+    }
+    state.consume_fuel(1)?;
+    let kind = value.kind();
+    match kind {
+        ValueKind::Map => {
+            let mut changed = Vec::new();
+            for key in value.try_iter()? {
+                if let Some(new) = bounded(state, &value.get_item(&key)?, depth + 1)? {
+                    changed.push((key, new));
+                }
+            }
+            if changed.is_empty() {
+                return Ok(None);
+            }
+            let mut pairs = Vec::new();
+            let mut changed = changed.into_iter().peekable();
+            for key in value.try_iter()? {
+                let item = match changed.next_if(|(name, _)| *name == key) {
+                    Some((_, new)) => new,
+                    None => value.get_item(&key)?,
+                };
+                pairs.push((key, item));
+            }
+            Ok(Some(Value::from_pairs(pairs)))
+        }
+        ValueKind::Seq | ValueKind::Iterable => {
+            let mut items = Vec::new();
+            let mut lazy = kind == ValueKind::Iterable;
+            for inner in value.try_iter()? {
+                let new = bounded(state, &inner, depth + 1)?;
+                lazy |= new.is_some();
+                items.push(new.unwrap_or(inner));
+            }
+            Ok(lazy.then(|| Value::from(items)))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// A width or precision that Python's `format` would fill a gigabyte for; the method is charged only afterwards.
+fn has_wide_field(format: &str) -> bool {
+    format.as_bytes().windows(5).any(|digits| digits.iter().all(u8::is_ascii_digit))
+}
+
+/// The `sum` filter for numbers. The engine's own also joins lists, each step a longer copy.
+fn sum(values: Value, args: Kwargs) -> Result<Value, Error> {
+    let number = |value: &Value| f64::try_from(value.clone());
+    let attribute: Option<String> = args.get("attribute")?;
+    let start: Option<Value> = args.get("start")?;
+    args.assert_all_used()?;
+    let mut whole = Some(0i64);
+    let mut total = 0.0;
+    let mut add = |value: &Value| -> Result<(), Error> {
+        whole = whole.and_then(|sum| sum.checked_add(i64::try_from(value.clone()).ok().filter(|_| value.is_integer())?));
+        total += number(value)?;
+        Ok(())
+    };
+    start.iter().try_for_each(&mut add)?;
+    for value in values.try_iter()? {
+        match &attribute {
+            Some(name) => add(&value.get_attr(name)?)?,
+            None => add(&value)?,
+        }
+    }
+    Ok(whole.map_or(Value::from(total), Value::from))
 }
 
 fn json(value: &Json) -> Value {
