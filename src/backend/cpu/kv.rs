@@ -95,6 +95,7 @@ impl CpuKv {
     ///
     /// # Panics
     /// Where a slot lies beyond the cache or the shapes do not agree with the layer's.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn write(&mut self, pool: &Pool, tier: &Tier, layer: usize, slots: &[u32], src: &[f32], k: Heads, v: Heads) {
         let l = self.layers[layer];
         assert_eq!((k.heads, k.dim, v.heads, v.dim), (l.kv_heads, l.qk_dim, l.kv_heads, l.v_dim), "heads of layer {layer}");
@@ -197,3 +198,72 @@ fn layout(shape: &KvShape) -> Option<(Vec<Layer>, usize)> {
 
 /// Values to write from which on threads share the work: some 20 us.
 const PARALLEL_FROM: usize = 16_384;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::AttnDims;
+
+    /// Heads of a token as they lie in the cache, keys then values, widened.
+    fn token(kv: &CpuKv, layer: usize, slot: usize, head: usize) -> (Vec<f32>, Vec<f32>) {
+        let l = kv.layers[layer];
+        let (k, v) = kv.head(layer, BlockId((slot / kv.block_size) as u32), head);
+        let value = |bytes: &[u8], i: usize| match kv.dtype {
+            KvDType::F32 => bytemuck::cast_slice::<u8, f32>(bytes)[i],
+            KvDType::F16 => half::f16::from_bits(bytemuck::cast_slice::<u8, u16>(bytes)[i]).to_f32(),
+        };
+        let offset = slot % kv.block_size;
+        let keys = (0..l.qk_dim).map(|d| value(k, d * kv.block_size + offset)).collect();
+        let values = (0..l.v_width).map(|d| value(v, offset * l.v_width + d)).collect();
+        (keys, values)
+    }
+
+    #[test]
+    fn tokens_are_found_where_they_were_written_and_blocks_copied_in_order() {
+        let dims = |kv_heads, qk_dim, v_dim| AttnDims { heads: kv_heads, kv_heads, qk_dim, v_dim };
+        for dtype in [KvDType::F32, KvDType::F16] {
+            for (tokens, threads) in [(3, 1), (90, 3)] {
+                let layers = vec![dims(3, 70, 17), dims(1, 16, 96)];
+                let shape = KvShape { layers, blocks: 7, block_size: 32, dtype };
+                let mut kv = CpuKv::new(&shape).unwrap();
+                // Keys 70 x 32 and values 32 x 32 of 3 heads; 16 x 32 and 32 x 96 of one.
+                assert_eq!(CpuKv::bytes(&shape), Some(7 * 32 * (3 * (70 + 32) + 16 + 96) * dtype.bytes()));
+                assert_eq!(CpuKv::bytes(&shape).unwrap(), kv.data.len() * size_of::<Line>());
+
+                let slots: Vec<u32> = (0..tokens).map(|t| t * 67 % (6 * 32)).collect();
+                let (pool, tier) = (Pool::new(threads).unwrap(), Tier::best());
+                for (layer, d) in shape.layers.iter().enumerate() {
+                    let stride = d.kv_heads * (d.qk_dim + d.v_dim);
+                    let k = Heads { stride, offset: 0, heads: d.kv_heads, dim: d.qk_dim };
+                    let v = Heads { stride, offset: d.kv_heads * d.qk_dim, heads: d.kv_heads, dim: d.v_dim };
+                    // Up to 2048 a half holds whole numbers.
+                    let src: Vec<_> = (0..tokens as usize * stride).map(|i| (i % 2039) as f32 + 1.0).collect();
+                    kv.write(&pool, tier, layer, &slots, &src, k, v);
+                    for (t, &slot) in slots.iter().enumerate() {
+                        for head in 0..d.kv_heads {
+                            let (keys, values) = token(&kv, layer, slot as usize, head);
+                            assert_eq!(keys, src[t * stride + head * d.qk_dim..][..d.qk_dim]);
+                            assert_eq!(values[..d.v_dim], src[t * stride + v.offset + head * d.v_dim..][..d.v_dim]);
+                            assert!(values[d.v_dim..].iter().all(|v| *v == 0.0), "padding stays zero");
+                        }
+                    }
+                }
+
+                // 0 goes to 6, and from there to 1: in order.
+                let before: Vec<_> = (0..2).map(|layer| token(&kv, layer, 0, 0)).collect();
+                kv.copy_blocks(&[(BlockId(0), BlockId(6)), (BlockId(6), BlockId(1))]);
+                for (layer, before) in before.iter().enumerate() {
+                    assert!(*before == token(&kv, layer, 6 * 32, 0) && *before == token(&kv, layer, 32, 0), "layer {layer}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_beyond_memory_is_an_error() {
+        let layers = vec![AttnDims { heads: 1, kv_heads: 1, qk_dim: 64, v_dim: 64 }];
+        let shape = KvShape { layers, blocks: usize::MAX / 64, block_size: 16, dtype: KvDType::F16 };
+        assert_eq!(CpuKv::bytes(&shape), None);
+        assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { .. })));
+    }
+}

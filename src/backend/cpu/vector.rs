@@ -7,7 +7,6 @@ use super::pool::{Disjoint, Pool};
 use super::simd::{LANES, Tier};
 use crate::arch::{Activation, NormSpec, RopeStyle};
 use crate::backend::Heads;
-use std::ops::Range;
 
 /// `x += delta` where there is a delta, then `out = norm(x) * weight (+ bias)`, each `[rows, width]`.
 #[allow(clippy::too_many_arguments)]
@@ -41,6 +40,7 @@ pub(super) fn add_norm(
 
 /// Turns the first `rotary` values of each head in place; `angles` is `[rows, rotary]`: `rotary / 2` cosines of a row, then
 /// as many sines.
+#[allow(clippy::too_many_arguments)]
 pub(super) fn rope(
     pool: &Pool,
     tier: &Tier,
@@ -74,25 +74,10 @@ pub(super) fn gate(pool: &Pool, tier: &Tier, width: usize, act: Activation, x: &
     });
 }
 
-/// `x[r] += bias` for each row.
-pub(super) fn add_bias(pool: &Pool, tier: &Tier, x: &mut [f32], bias: &[f32]) {
-    pool.for_each_row(x, bias.len(), grain(bias.len()), |_, x| {
-        for row in x.chunks_exact_mut(bias.len()) {
-            tier.vector.add(row, bias);
-        }
-    });
-}
-
-/// `x += delta`.
-pub(super) fn add(pool: &Pool, tier: &Tier, x: &mut [f32], delta: &[f32]) {
-    assert_eq!(x.len(), delta.len());
-    for_each_run(pool, x, PAYS, |values, x| tier.vector.add(x, &delta[values]));
-}
-
 /// `x = cap * tanh(x * scale / cap)`; without a cap the factor alone.
 pub(super) fn scale_cap(pool: &Pool, tier: &Tier, x: &mut [f32], scale: f32, cap: Option<f32>) {
     let run = if cap.is_some() { PAYS / 4 } else { PAYS };
-    for_each_run(pool, x, run, |_, x| tier.vector.scale_cap(x, scale, cap));
+    for_each_run(pool, x, run, |x| tier.vector.scale_cap(x, scale, cap));
 }
 
 /// `out[r] = x[wanted[r]]`, rows of `width`.
@@ -103,13 +88,13 @@ pub(super) fn gather(width: usize, wanted: &[u32], x: &[f32], out: &mut [f32]) {
 }
 
 /// Runs of about `run` values, cut between vectors so that a value's lane stays the same.
-fn for_each_run(pool: &Pool, x: &mut [f32], run: usize, f: impl Fn(Range<usize>, &mut [f32]) + Sync) {
+fn for_each_run(pool: &Pool, x: &mut [f32], run: usize, f: impl Fn(&mut [f32]) + Sync) {
     let len = x.len();
     let x = Disjoint::new(x);
     pool.for_each_chunk(len.div_ceil(LANES), run / LANES, |_, vectors| {
         let values = vectors.start * LANES..len.min(vectors.end * LANES);
         // SAFETY: a vector is handed out once.
-        f(values.clone(), unsafe { x.slice(values.clone()) });
+        f(unsafe { x.slice(values) });
     });
 }
 
@@ -279,27 +264,20 @@ mod tests {
     }
 
     #[test]
-    fn sums_caps_and_rows() {
-        let (x, d) = (values(50_007, 8), values(50_007, 9));
+    fn factors_caps_and_rows() {
+        let x = values(50_007, 8);
         let got = everywhere(|pool, tier| {
             let mut x = x.clone();
-            add(pool, tier, &mut x, &d);
             scale_cap(pool, tier, &mut x, 0.25, None);
             x
         });
-        assert!(got.iter().zip(x.iter().zip(&d)).all(|(got, (x, d))| *got == (x + d) * 0.25));
+        assert!(got.iter().zip(&x).all(|(got, x)| *got == x * 0.25));
         let got = everywhere(|pool, tier| {
             let mut x = x.clone();
             scale_cap(pool, tier, &mut x, 20.0, Some(30.0));
             x
         });
         near(&got, x.iter().map(|x| 30.0 * (f64::from(*x) * 20.0 / 30.0).tanh()), 1e-6, "cap");
-        let got = everywhere(|pool, tier| {
-            let mut x = x[..7 * 1000].to_vec();
-            add_bias(pool, tier, &mut x, &d[..7]);
-            x
-        });
-        assert!(got.iter().enumerate().all(|(i, got)| *got == x[i] + d[i % 7]));
         let mut out = [0.0; 6];
         gather(3, &[1, 4], &x, &mut out);
         assert_eq!(out, [x[3], x[4], x[5], x[12], x[13], x[14]]);

@@ -11,6 +11,8 @@
 //! Neither product needs a sum across lanes. A row's bits depend on its own tokens alone: those beyond its range are never
 //! added, not even with the weight 0, so that garbage in them stays there. How many rows share a tile changes no bit.
 #![allow(unsafe_code)]
+// Indices over rows and vectors at once: what the compiler turns into registers.
+#![allow(clippy::needless_range_loop)]
 
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};

@@ -9,9 +9,11 @@ use super::lanes::{LANES, Lanes, Scalar};
 use super::math;
 use crate::arch::{Activation, NormKind, NormSpec, RopeStyle};
 
+type NormFn = unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]);
+
 /// The row kernels of a tier.
 pub(in super::super) struct VectorKernels {
-    norm: unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]),
+    norm: NormFn,
     rope: unsafe fn(RopeStyle, &mut [f32], &[f32], &[f32]),
     gate: unsafe fn(Activation, &[f32], &[f32], &mut [f32]),
     add: unsafe fn(&mut [f32], &[f32]),
