@@ -1,5 +1,6 @@
 //! The CPU backend from outside: a step allocates nothing once everything is built, what is planned is what is allocated,
 //! dropping gives everything back.
+#![allow(clippy::unwrap_used)]
 
 use loquat::BlockId;
 use loquat::arch::{Activation, AttnDims, NormSpec, RopeStyle};

@@ -4,10 +4,10 @@
 use super::arena::Aligned;
 use super::float_env::FloatEnv;
 use super::simd::Input;
-use super::weight::{Store, check_order};
+use super::weight::{Store, check_order, malformed, values};
 use super::{Compute, Cpu, CpuBuf, CpuKv, CpuStep, CpuWeight, attention, vector};
 use crate::arch::{Activation, NormSpec, RopeStyle};
-use crate::backend::{AttnArgs, Backend, Heads, KvShape, WeightPart};
+use crate::backend::{AttnArgs, Backend, Heads, KvShape, RowOrder, WeightPart};
 use crate::batch::{Batch, BatchLimits};
 use crate::dtype::FormatId;
 use crate::error::{LoadError, RunError};
@@ -51,21 +51,33 @@ impl Backend for Cpu {
 
     fn vector(&mut self, parts: &[WeightPart<'_>]) -> Result<CpuBuf, LoadError> {
         let _env = FloatEnv::enter();
-        let mut buf = self.buf(parts.iter().map(|p| p.view.len()).sum())?;
+        let mut len = 0usize;
+        for part in parts {
+            // Checked before the buffer is sized by it.
+            let (n, format) = (values(part)?, part.view.format);
+            if format.bytes_of(n) != Some(part.view.bytes.len()) {
+                let found = format!("{} bytes of {format}", part.view.bytes.len());
+                return Err(malformed(part, "data", format!("{n} values"), found));
+            }
+            len = len.saturating_add(n);
+        }
+        let mut buf = self.buf(len)?;
         let mut rest = &mut buf.0[..];
         for part in parts {
             let view = &part.view;
             let (out, after) = rest.split_at_mut(view.len());
             rest = after;
-            let malformed = |e: &dyn std::fmt::Display| {
-                LoadError::malformed(format!("tensor {}", part.name), "data", format!("{} values", view.len()), e)
+            let unreadable = |_| LoadError::TensorFormat {
+                tensor: part.name.into(),
+                expected: "a floating-point or quantised format",
+                found: view.format,
             };
             match part.order {
-                crate::backend::RowOrder::Natural => quant::decode(view.format, view.bytes, out).map_err(|e| malformed(&e))?,
+                RowOrder::Natural => quant::decode(view.format, view.bytes, out).map_err(unreadable)?,
                 order => {
                     check_order(part, view.len())?;
                     let mut file = vec![0.0; view.len()];
-                    quant::decode(view.format, view.bytes, &mut file).map_err(|e| malformed(&e))?;
+                    quant::decode(view.format, view.bytes, &mut file).map_err(unreadable)?;
                     for (i, v) in out.iter_mut().enumerate() {
                         *v = file[order.source_row(i, view.len())];
                     }

@@ -299,6 +299,19 @@ mod tests {
     }
 
     #[test]
+    fn idle_workers_park_and_wake_again() {
+        let pool = Pool::new(3).unwrap();
+        let start = Instant::now();
+        for _ in 0..3 {
+            pool.run(&|_| {});
+            while !pool.shared.asleep.iter().all(|a| a.load(Ordering::SeqCst)) {
+                assert!(start.elapsed() < Duration::from_secs(60), "workers still spin");
+                thread::yield_now();
+            }
+        }
+    }
+
+    #[test]
     fn a_pool_may_move_between_threads() {
         let pool = Pool::new(2).unwrap();
         let pool = thread::spawn(move || {

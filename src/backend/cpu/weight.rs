@@ -97,7 +97,8 @@ impl CpuWeight {
     /// # Errors
     /// [`LoadError`] naming the part that does not fit, or whose scales are no numbers.
     pub(super) fn load(parts: &[WeightPart<'_>], compute: Compute, pool: &Pool, arena: &mut Arena) -> Result<Self, LoadError> {
-        let k = parts.first().and_then(|p| p.view.shape.last()).copied().unwrap_or(0);
+        assert!(!parts.is_empty(), "a matrix is made of something");
+        let k = parts[0].view.shape.last().copied().unwrap_or(0);
         let mut n = 0;
         let mut segments = Vec::with_capacity(parts.len());
         for part in parts {
@@ -136,8 +137,11 @@ impl Segment {
     ) -> Result<Self, LoadError> {
         let (view, format) = (&part.view, part.view.format);
         let &[rows, columns] = view.shape else {
-            return Err(shape(part, vec![view.len() / k.max(1), k]));
+            return Err(shape(part, vec![values(part)? / k.max(1), k]));
         };
+        if rows == 0 || columns == 0 {
+            return Err(malformed(part, "shape", "at least one row and one column", format!("{rows} by {columns}")));
+        }
         if columns != k {
             return Err(shape(part, vec![rows, k]));
         }
@@ -193,12 +197,10 @@ fn pack<'a>(
     });
     match bad.into_inner() {
         None => Ok(()),
-        Some(r) => Err(LoadError::malformed(
-            format!("tensor {}", part.name),
-            format!("row {}", part.order.source_row(r, rows)),
-            "finite scales",
-            "an infinity or NaN",
-        )),
+        Some(r) => {
+            let at = format!("row {}", part.order.source_row(r, rows));
+            Err(malformed(part, at, "finite scales", "an infinity or NaN"))
+        }
     }
 }
 
@@ -207,13 +209,20 @@ fn check_bytes(part: &WeightPart<'_>, rows: usize, k: usize) -> Result<usize, Lo
     let row_bytes = part.view.format.bytes_of(k);
     match row_bytes.and_then(|b| b.checked_mul(rows)) {
         Some(bytes) if bytes == part.view.bytes.len() => Ok(row_bytes.unwrap_or(0)),
-        expected => Err(LoadError::malformed(
-            format!("tensor {}", part.name),
-            "data",
-            expected.map_or("a size that can be addressed".into(), |b| format!("{b} bytes")),
-            format!("{} bytes", part.view.bytes.len()),
-        )),
+        expected => {
+            let expected = expected.map_or("a size that can be addressed".into(), |b| format!("{b} bytes"));
+            Err(malformed(part, "data", expected, format!("{} bytes", part.view.bytes.len())))
+        }
     }
+}
+
+/// Values that the shape asks for.
+pub(super) fn values(part: &WeightPart<'_>) -> Result<usize, LoadError> {
+    part.view
+        .shape
+        .iter()
+        .try_fold(1usize, |n, d| n.checked_mul(*d))
+        .ok_or_else(|| malformed(part, "shape", "a size that can be addressed", format!("{:?}", part.view.shape)))
 }
 
 /// An order other than the natural one needs heads of an even number of rows.
@@ -228,6 +237,15 @@ pub(super) fn check_order(part: &WeightPart<'_>, rows: usize) -> Result<(), Load
     }
 }
 
-pub(super) fn shape(part: &WeightPart<'_>, expected: Vec<usize>) -> LoadError {
+pub(super) fn malformed(
+    part: &WeightPart<'_>,
+    at: impl Into<String>,
+    expected: impl Into<String>,
+    found: impl ToString,
+) -> LoadError {
+    LoadError::malformed(format!("tensor {}", part.name), at, expected, found)
+}
+
+fn shape(part: &WeightPart<'_>, expected: Vec<usize>) -> LoadError {
     LoadError::Shape { tensor: part.name.into(), expected, found: part.view.shape.to_vec() }
 }

@@ -289,9 +289,12 @@ fn vectors_are_decoded_and_reordered() {
     assert_eq!(out, [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0, 0.5, -1.0]);
 
     first.order = RowOrder::Interleaved { heads: 3 };
-    for (bad, says) in
-        [(first, "3 heads"), (part(FormatId::F32, &[3], &singles), "3 values"), (part(FormatId::I8, &[8], &singles), "I8")]
-    {
+    for (bad, says) in [
+        (first, "3 heads"),
+        (part(FormatId::F32, &[3], &singles), "3 values"),
+        (part(FormatId::I8, &[8], &singles), "I8"),
+        (part(FormatId::F32, &[usize::MAX, 3], &singles), "shape"),
+    ] {
         let error = cpu.vector(&[bad]).err().expect("refused").to_string();
         assert!(error.contains(says) && error.contains("tensor w"), "{error}");
     }
@@ -334,6 +337,10 @@ fn what_a_file_can_get_wrong_is_an_error() {
     assert!(matches!(run(&[part(FormatId::I8, &[4, 64], &plain[..256])]), LoadError::TensorFormat { .. }));
     assert!(matches!(run(&[part(FormatId::Q4_0, &[5, 64], &bytes)]), LoadError::Malformed { .. }));
     assert!(matches!(run(&[part(FormatId::F32, &[usize::MAX / 8, 4], &plain)]), LoadError::Malformed { .. }));
+    for empty in [[0, 64], [4, 0], [usize::MAX, 0]] {
+        assert!(matches!(run(&[part(FormatId::Q4_0, &empty, &[])]), LoadError::Malformed { .. }));
+    }
+    assert!(matches!(run(&[part(FormatId::F32, &[usize::MAX, 4, 4], &plain)]), LoadError::Malformed { .. }));
     let order = RowOrder::Interleaved { heads: 3 };
     assert!(matches!(run(&[WeightPart { order, ..good }]), LoadError::Config(_)));
 }

@@ -56,8 +56,11 @@ impl Tier {
     }
 }
 
+/// A tier, and whether this machine has its instructions.
+type Entry = (&'static Tier, fn() -> bool);
+
 /// The slowest first; of two with the same name a machine runs one.
-static TIERS: &[(&Tier, fn() -> bool)] = &[
+static TIERS: &[Entry] = &[
     #[cfg(target_arch = "x86_64")]
     (&SCALAR_FMA, has_fma),
     #[cfg(target_arch = "x86_64")]
