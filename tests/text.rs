@@ -343,6 +343,11 @@ fn hostile_json_is_refused() {
     check(&|f| f["model"]["vocab"]["zz"] = 5.into(), "one token for each id");
     check(&|f| f["model"]["vocab"]["zz"] = json!("x"), "model.vocab");
     check(&|f| f["model"]["merges"] = json!([["q", "zzz"]]), "model");
+    for line in
+        [json!("aaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbbbbbbbbbbbbbbbbb"), json!(["t", "zzz"]), json!("t"), json!([1, 2]), json!(null)]
+    {
+        check(&|f| f["model"]["merges"][3] = line.clone(), "merges[3]");
+    }
     check(&|f| f["model"]["dropout"] = json!(0.5), "dropout");
     check(&|f| f["model"]["continuing_subword_prefix"] = json!("##"), "continuing_subword_prefix");
     check(&|f| f["model"]["type"] = json!("WordPiece"), "BPE or Unigram");

@@ -189,6 +189,17 @@ fn check_model(model: &Value, added: usize) -> Result<(), TextError> {
                 let id = id.as_u64().ok_or_else(|| wrong("vocab", "an id for each token", &format!("{text:?}: {id}")))?;
                 largest = largest.max(id);
             }
+            // The crate copies a merge into a buffer of the longest token's length before it looks it up.
+            for (i, line) in model["merges"].as_array().into_iter().flatten().enumerate() {
+                let parts = match line {
+                    Value::String(line) => line.split_once(' '),
+                    pair => pair[0].as_str().zip(pair[1].as_str()),
+                };
+                let merged = parts.map(|(left, right)| [left, right].concat());
+                if merged.is_none_or(|merged| !vocab.contains_key(&merged)) {
+                    return Err(wrong(&format!("merges[{i}]"), "two tokens and a token for their merge", line));
+                }
+            }
             (vocab.len(), largest)
         }
         (Some("Unigram"), Value::Array(vocab)) => {
