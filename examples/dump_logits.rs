@@ -11,7 +11,6 @@ use loquat::model::{Logits, Model, ModelLimits, Progress, Transformer, Want};
 use loquat::weights::no_progress;
 use loquat::{BlockId, ModelFiles, OpenOptions};
 use safetensors::tensor::{Dtype, TensorView};
-use std::path::PathBuf;
 use support::args::{Opt, Usage};
 
 const USAGE: Usage = Usage {
@@ -52,7 +51,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         other => return Err(format!("--at: expected all or last, found {other}").into()),
     };
     let (hidden, fast) = (args.flag("--hidden"), args.flag("--fast"));
-    let options = OpenOptions { text: false, config: args.path("--config").map(PathBuf::from), ..OpenOptions::default() };
+    let options = OpenOptions { text: false, config: args.path("--config"), ..OpenOptions::default() };
     let files = ModelFiles::open(&path, &options, &mut no_progress)?;
     let vocab = files.spec().vocab;
     if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {

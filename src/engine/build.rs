@@ -68,8 +68,7 @@ impl Engine {
     /// As [`Engine::new`] as far as headers and settings show.
     pub fn plan(files: &ModelFiles, config: &EngineConfig) -> Result<MemoryPlan, Error> {
         let limits = config.limits(files.spec())?;
-        // One thread: planning starts none. The scratch of the others is what differs.
-        let backend = Cpu::new(&config.cpu())?;
+        let backend = Cpu::unstarted(&config.cpu())?;
         Ok(MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want()))
     }
 

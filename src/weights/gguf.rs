@@ -3,6 +3,7 @@
 //! `general.alignment` and `split.*`.
 //!
 //! Invariant: after opening, each tensor's range lies inside its file, overlaps no other, and has the length of its blocks.
+#![forbid(unsafe_code)]
 
 mod cursor;
 mod metadata;

@@ -69,6 +69,8 @@ pub enum Compute {
 /// This machine's processor as a device. `Send`: it may move between threads; dropping it joins its workers.
 pub struct Cpu {
     pool: Pool,
+    /// That the pool has, or is to have.
+    threads: usize,
     tier: &'static Tier,
     compute: Compute,
     arena: Arena,
@@ -84,6 +86,17 @@ impl Cpu {
     /// [`ConfigError::Invalid`] for a number of threads out of range or refused by the system, and for a tier that this
     /// machine does not run.
     pub fn new(options: &CpuOptions) -> Result<Self, ConfigError> {
+        let mut cpu = Self::unstarted(options)?;
+        cpu.pool = Pool::new(options.threads)
+            .map_err(|e| ConfigError::invalid("threads", "as many as the system allows", format!("{} ({e})", options.threads)))?;
+        Ok(cpu)
+    }
+
+    /// The same without its threads: for planning memory, which depends on how many there will be.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), but for the system's refusal.
+    pub fn unstarted(options: &CpuOptions) -> Result<Self, ConfigError> {
         let tier = match &options.tier {
             None => Tier::best(),
             Some(name) => Tier::named(name)?,
@@ -91,9 +104,8 @@ impl Cpu {
         if !(1..=MAX_THREADS).contains(&options.threads) {
             return Err(ConfigError::invalid("threads", format!("1 to {MAX_THREADS}"), options.threads));
         }
-        let pool = Pool::new(options.threads)
-            .map_err(|e| ConfigError::invalid("threads", "as many as the system allows", format!("{} ({e})", options.threads)))?;
-        Ok(Cpu { pool, tier, compute: options.compute, arena: Arena::default() })
+        let pool = Pool::new(1).expect("one thread is the caller");
+        Ok(Cpu { pool, threads: options.threads, tier, compute: options.compute, arena: Arena::default() })
     }
 
     /// Names of the tiers that this machine runs, the slowest first.
@@ -103,7 +115,7 @@ impl Cpu {
 
     /// Threads, the caller's included.
     pub fn threads(&self) -> usize {
-        self.pool.threads()
+        self.threads
     }
 
     /// How matrices are multiplied.
