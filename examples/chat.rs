@@ -4,7 +4,7 @@
 mod support;
 
 use loquat::weights::no_progress;
-use loquat::{Engine, EngineConfig, GenerateOptions, ModelFiles, OpenOptions, Session};
+use loquat::{Engine, EngineConfig, FinishReason, GenerateOptions, ModelFiles, OpenOptions, Polled, Session};
 use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -71,21 +71,24 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         session.say("user", line.trim());
         interrupted.store(false, Ordering::Relaxed);
         // An answer that does not fit, or a template that refuses, ends the turn and not the conversation.
-        let answer = match session.generate(&mut engine, &options) {
-            Ok(answer) => answer,
-            Err(error) => {
-                session.unsay();
-                writeln!(out, "[{error}]")?;
-                continue;
-            }
-        };
-        for piece in answer {
-            match piece {
-                Ok(piece) => write!(out, "{piece}")?,
-                Err(error) => write!(out, "[{error}]")?,
+        if let Err(error) = session.start(&mut engine, &options) {
+            session.unsay();
+            writeln!(out, "[{error}]")?;
+            continue;
+        }
+        loop {
+            match session.poll(&mut engine)? {
+                Polled::Text(text) => write!(out, "{text}")?,
+                Polled::Pending => _ = engine.step()?,
+                Polled::Done(FinishReason::Failed(error)) => {
+                    write!(out, "[{error}]")?;
+                    break;
+                }
+                Polled::Done(_) => break,
             }
             out.flush()?;
             if interrupted.load(Ordering::Relaxed) {
+                session.stop(&mut engine)?;
                 write!(out, " [stopped]")?;
                 break;
             }
