@@ -61,6 +61,14 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
+    /// [`open`](Self::open) with the default options.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn load(path: impl AsRef<Path>) -> Result<Self, LoadError> {
+        Self::open(path, &OpenOptions::default(), &mut weights::no_progress)
+    }
+
     /// Opens a GGUF file, a safetensors file with its config.json beside it, or a folder that holds either.
     ///
     /// # Errors

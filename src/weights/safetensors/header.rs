@@ -9,6 +9,9 @@ use crate::error::LoadError;
 use crate::weights::say::{clipped, quoted, unsupported};
 use crate::weights::strings::StrArray;
 use crate::weights::table::{Entry, NameIndex};
+use ::safetensors::Dtype;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
 use serde::de::{Error, MapAccess};
 
 /// What a header says, checked.
@@ -114,7 +117,7 @@ impl RawTensor {
         let offsets = self.offsets.as_deref().ok_or_else(|| missing("data_offsets"))?;
 
         let Some(format) = format_of(dtype) else {
-            let supported = DTYPES.map(|(name, _)| name).join(", ");
+            let supported = DTYPES.map(|(dtype, _)| format!("{dtype:?}")).join(", ");
             return Err(unsupported(label, format!("the dtype of tensor {}", quoted(&self.name)), quoted(dtype), supported));
         };
         // In the shape's order, as every later product of it will be.
@@ -170,23 +173,25 @@ fn check_cover(label: &str, entries: &[Entry], data_start: usize, data_bytes: us
     Ok(())
 }
 
+/// The names are those of the crate that owns the format.
 fn format_of(dtype: &str) -> Option<FormatId> {
-    DTYPES.iter().find(|&&(name, _)| name == dtype).map(|&(_, format)| format)
+    let named: Result<Dtype, serde::de::value::Error> = Dtype::deserialize(dtype.into_deserializer());
+    DTYPES.iter().find(|(d, _)| named.as_ref() == Ok(d)).map(|&(_, format)| format)
 }
 
-const DTYPES: [(&str, FormatId); 12] = [
-    ("F64", FormatId::F64),
-    ("F32", FormatId::F32),
-    ("F16", FormatId::F16),
-    ("BF16", FormatId::BF16),
-    ("F8_E4M3", FormatId::F8E4M3),
-    ("F8_E5M2", FormatId::F8E5M2),
-    ("I8", FormatId::I8),
-    ("U8", FormatId::U8),
-    ("BOOL", FormatId::U8),
-    ("I16", FormatId::I16),
-    ("I32", FormatId::I32),
-    ("I64", FormatId::I64),
+const DTYPES: [(Dtype, FormatId); 12] = [
+    (Dtype::F64, FormatId::F64),
+    (Dtype::F32, FormatId::F32),
+    (Dtype::F16, FormatId::F16),
+    (Dtype::BF16, FormatId::BF16),
+    (Dtype::F8_E4M3, FormatId::F8E4M3),
+    (Dtype::F8_E5M2, FormatId::F8E5M2),
+    (Dtype::I8, FormatId::I8),
+    (Dtype::U8, FormatId::U8),
+    (Dtype::BOOL, FormatId::U8),
+    (Dtype::I16, FormatId::I16),
+    (Dtype::I32, FormatId::I32),
+    (Dtype::I64, FormatId::I64),
 ];
 
 const METADATA: &str = "__metadata__";
