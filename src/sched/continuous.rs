@@ -52,6 +52,22 @@ struct Entry {
     total: usize,
 }
 
+impl ContinuousBatching {
+    /// With this [`max_chunk`](Self::max_chunk).
+    #[must_use]
+    pub fn max_chunk(mut self, tokens: usize) -> Self {
+        self.max_chunk = tokens;
+        self
+    }
+
+    /// With this [`ageing`](Self::ageing).
+    #[must_use]
+    pub fn ageing(mut self, a_level: Duration) -> Self {
+        self.ageing = a_level;
+        self
+    }
+}
+
 impl Default for ContinuousBatching {
     /// Chunks of 512 tokens, up to 8 guesses, 10 seconds a level of priority.
     fn default() -> Self {
