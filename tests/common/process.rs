@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 const CHILD: &str = "LOQUAT_TEST_ALONE";
 
@@ -9,6 +10,7 @@ const CHILD: &str = "LOQUAT_TEST_ALONE";
 /// the test harness's lines.
 pub fn alone(test: &str, body: fn()) -> Option<String> {
     if std::env::var(CHILD).is_ok_and(|name| name == test) {
+        wait_for_harness();
         body();
         return None;
     }
@@ -18,12 +20,26 @@ pub fn alone(test: &str, body: fn()) -> Option<String> {
     let [out, err] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     assert!(output.status.success(), "{test}:\n{out}{err}");
     assert!(out.contains("1 passed"), "{test} ran nothing:\n{out}{err}");
-    let harness = |line: &&str| line.is_empty() || line.starts_with("running 1 test") || line.starts_with("test ");
-    // With the harness's line open, what is printed stands behind the three dots.
-    let said: String = out.lines().filter(|line| !harness(line)).chain(err.lines()).map(|line| format!("{line}\n")).collect();
-    let open = format!("test {test} ... ok");
-    let whole = out.lines().any(|line| line == open || line == "ok");
-    Some(if whole { said.replace("ok\n", "") } else { format!("{said}{out}") })
+    // With the harness's line open, what the test prints would stand behind its dots.
+    let harness = |line: &&str| {
+        line.is_empty()
+            || *line == "running 1 test"
+            || *line == format!("test {test} ... ok")
+            || line.starts_with("test result: ")
+    };
+    Some(out.lines().filter(|line| !harness(line)).chain(err.lines()).map(|line| format!("{line}\n")).collect())
+}
+
+/// Until the harness's own thread, the first of the process, sleeps and waits for the test: it allocates before it does.
+fn wait_for_harness() {
+    let start = Instant::now();
+    let sleeps = || {
+        let stat = fs::read_to_string(format!("/proc/self/task/{}/stat", std::process::id())).ok()?;
+        Some(stat.rsplit_once(')')?.1.trim_start().starts_with('S'))
+    };
+    while sleeps() == Some(false) && start.elapsed() < Duration::from_secs(10) {
+        std::thread::yield_now();
+    }
 }
 
 /// Name and CPU time, in clock ticks, of every thread of this process. Empty where there is no /proc.
