@@ -373,7 +373,8 @@ fn refused_at_the_door_with_nothing_changed() {
     let sampling = |s: SamplingParams| Request::new([1], 1).sampling(s);
     let base = SamplingParams::default;
     let cache = sizes.blocks * BLOCK;
-    let refused: Vec<(Request, fn(&SubmitError) -> bool, &str)> = vec![
+    type Kind = fn(&SubmitError) -> bool;
+    let refused: Vec<(Request, Kind, &str)> = vec![
         (Request::new([], 5), |e| matches!(e, SubmitError::EmptyPrompt), "empty"),
         (Request::new([1], 0), |e| matches!(e, SubmitError::NoTokens), "max_tokens is 0"),
         (

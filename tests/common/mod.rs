@@ -1,6 +1,6 @@
 //! What several test files share.
 
-#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test file uses its own part")]
+#![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used, reason = "each test file uses its own part")]
 
 pub mod engines;
 pub mod fake;
