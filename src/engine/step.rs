@@ -105,6 +105,10 @@ impl Engine {
     fn give_up(&mut self, error: RunError) -> RunError {
         self.stage = Stage::Between;
         self.ledger.abort_step();
+        // The step that they were to end with is over, if not in the way that was hoped for.
+        while let Some(seq) = self.runs.iter().filter(|(_, run)| run.stopping).map(|(seq, _)| *seq).min() {
+            self.end(seq, FinishReason::Cancelled);
+        }
         error
     }
 

@@ -1,7 +1,11 @@
 //! What several test files share.
 
-#![allow(dead_code, unreachable_pub, unused_imports, reason = "each test file uses its own part")]
+#![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used, reason = "each test file uses its own part")]
 
 pub mod engines;
+pub mod fake;
 pub mod golden;
+pub mod lane;
+pub mod made;
+pub mod process;
 pub mod text;
