@@ -88,6 +88,12 @@ impl Batch {
         }
     }
 
+    /// Bytes that [`new`](Self::new) allocates.
+    pub fn bytes(limits: &BatchLimits) -> usize {
+        // Four bytes in every array.
+        4 * (3 * limits.tokens + 4 * limits.seqs + 2 + limits.blocks + limits.rows)
+    }
+
     /// Empties the batch and keeps its memory.
     pub fn clear(&mut self) {
         for v in [&mut self.tokens, &mut self.positions, &mut self.slots, &mut self.kv_lens, &mut self.totals, &mut self.rows] {

@@ -2,12 +2,13 @@
 #![forbid(unsafe_code)]
 
 use super::step::Stage;
-use super::{Engine, EngineConfig};
+use super::{Engine, EngineConfig, Event, SeqRun};
 use crate::arch::RopeSpec;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
-use crate::error::{ConfigError, Error};
-use crate::model::{Logits, MemoryPlan, Model, ModelFiles, Transformer, Want};
+use crate::error::{ConfigError, Error, LoadError};
+use crate::ids::SeqId;
+use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transformer, Want};
 use crate::sample::Sampler;
 use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
 use crate::weights::{OnProgress, no_progress};
@@ -53,7 +54,7 @@ impl Engine {
     ) -> Result<Self, Error> {
         let limits = config.limits(files.spec())?;
         let backend = Cpu::new(&config.cpu())?;
-        let plan = MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want());
+        let plan = plan(files, &config, &backend, &limits)?;
         if let Some(limit_bytes) = config.memory_limit_bytes.filter(|limit| plan.total_bytes() > *limit) {
             return Err(ConfigError::Memory { what: "the engine", needed_bytes: plan.total_bytes(), limit_bytes }.into());
         }
@@ -68,9 +69,9 @@ impl Engine {
     /// As [`Engine::new`] as far as headers and settings show.
     pub fn plan(files: &ModelFiles, config: &EngineConfig) -> Result<MemoryPlan, Error> {
         let limits = config.limits(files.spec())?;
-        // One thread: planning starts none. The scratch of the others is what differs.
+        // With its threads, for each has scratch of its own; they end with it.
         let backend = Cpu::new(&config.cpu())?;
-        Ok(MemoryPlan::of(files, &backend, &limits)?.with_logits(files.spec(), limits.batch.rows, config.want()))
+        Ok(plan(files, config, &backend, &limits)?)
     }
 
     /// An engine around any model and policy.
@@ -95,8 +96,8 @@ impl Engine {
             sampler: Sampler::new(spec.vocab),
             batch: Batch::new(model.block_size(), limits),
             logits: Logits::with_capacity(limits.rows, spec, want),
-            runs: HashMap::with_capacity(max_seqs.min(1 << 12)),
-            events: VecDeque::with_capacity(4 * limits.seqs),
+            runs: HashMap::with_capacity(most_runs(max_seqs)),
+            events: VecDeque::with_capacity(most_events(limits.seqs)),
             model,
             scheduler,
             ledger,
@@ -109,6 +110,27 @@ impl Engine {
             start: Instant::now(),
         })
     }
+}
+
+/// The model's bytes and, among its activations, those of the engine around it.
+fn plan(files: &ModelFiles, config: &EngineConfig, backend: &Cpu, limits: &ModelLimits) -> Result<MemoryPlan, LoadError> {
+    let (spec, batch) = (files.spec(), &limits.batch);
+    let mut plan = MemoryPlan::of(files, backend, limits)?.with_logits(spec, batch.rows, config.want());
+    // A hash table is filled to seven eighths, has a power of two of places, and a byte for each.
+    let runs = (most_runs(config.max_seqs) * 8 / 7).next_power_of_two() * (size_of::<(SeqId, SeqRun)>() + 1);
+    let events = most_events(batch.seqs) * size_of::<Event>();
+    plan.activation_bytes += (Sampler::bytes(spec.vocab) + Batch::bytes(batch) + runs + events) as u64;
+    Ok(plan)
+}
+
+/// Sequences whose samplers have a place from the start.
+fn most_runs(max_seqs: usize) -> usize {
+    max_seqs.min(1 << 12)
+}
+
+/// Events that have a place from the start: a caller that takes them step by step never makes it grow.
+fn most_events(seqs: usize) -> usize {
+    4 * seqs
 }
 
 /// One number for the regimes of all rotary tables. Of those that change, all change at lengths that their regime names, so the

@@ -21,7 +21,7 @@ pub struct Request {
     pub priority: i32,
     /// When the answer is due, after the engine's start; for policies that read it.
     pub deadline: Option<Duration>,
-    /// Keep the sequence and its cache when it ends, for a follow-up; [`Engine::release`](super::Engine::release) frees it.
+    /// Keep the sequence and its cache when it ends, for a follow-up; [`Engine::cancel`](super::Engine::cancel) frees it.
     pub hold: bool,
     /// Show the logits of the prompt's tokens to the observer; needs
     /// [`prompt_logits`](super::EngineConfig::prompt_logits).
