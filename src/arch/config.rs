@@ -136,12 +136,12 @@ impl Config {
         }
     }
 
-    /// A finite number above 0, with a default where the field is absent.
+    /// A number above 0 that f32 holds as well as f64, with a default where the field is absent.
     pub fn positive_or(&self, field: &str, default: Option<f64>) -> Result<f64, ConfigError> {
         let n = self.number_or(field, default)?;
-        match n > 0.0 {
+        match is_positive(n) {
             true => Ok(n),
-            false => Err(ConfigError::invalid(self.name(field), "a number above 0", n)),
+            false => Err(ConfigError::invalid(self.name(field), "a number above 0 within f32", n)),
         }
     }
 
@@ -168,12 +168,12 @@ impl Config {
         if self.has(field) { self.str(field) } else { Ok(default) }
     }
 
-    /// A list of `len` finite numbers above 0.
+    /// A list of `len` numbers above 0 that f32 holds.
     pub fn numbers(&self, field: &str, len: usize) -> Result<Vec<f64>, ConfigError> {
         let value = self.value(field).ok_or_else(|| self.missing(field))?;
-        let wrong = || self.wrong(field, &format!("{len} numbers above 0"), value);
+        let wrong = || self.wrong(field, &format!("{len} numbers above 0 within f32"), value);
         let list = value.as_array().filter(|l| l.len() == len).ok_or_else(wrong)?;
-        list.iter().map(|v| v.as_f64().filter(|n| n.is_finite() && *n > 0.0).ok_or_else(wrong)).collect()
+        list.iter().map(|v| v.as_f64().filter(|n| is_positive(*n)).ok_or_else(wrong)).collect()
     }
 
     /// Token ids under `field`: one, a list, or none. Others than whole numbers are an error.
@@ -212,6 +212,11 @@ impl Config {
         }
         ConfigError::invalid(self.name(field), expected, text)
     }
+}
+
+/// What is computed in f64 here ends as f32: neither may it vanish there nor overflow.
+fn is_positive(n: f64) -> bool {
+    n > 0.0 && (n as f32).is_normal()
 }
 
 fn kind(value: &Value) -> &'static str {

@@ -79,7 +79,12 @@ pub(super) fn rope(c: &Config, rotary: usize, context: usize) -> Result<RopeSpec
     };
     let rotary = bounded(c, "rotary_dim", Some(rotary), rotary)?;
     if rotary % 2 != 0 {
-        return Err(c.invalid("head_dim", "an even rotary width", rotary));
+        let (field, expected) = match (c.has("rotary_dim"), c.has("head_dim")) {
+            (true, _) => ("rotary_dim", "an even number"),
+            (_, true) => ("head_dim", "an even number"),
+            _ => ("head_dim", "an even number; absent, it is hidden_size / num_attention_heads"),
+        };
+        return Err(c.invalid(field, expected, rotary));
     }
     let scaling = match &section {
         Some(s) => scaling(s, rotary, theta, context)?,
@@ -88,7 +93,11 @@ pub(super) fn rope(c: &Config, rotary: usize, context: usize) -> Result<RopeSpec
             factor => RopeScaling::Linear { factor },
         },
     };
-    Ok(RopeSpec { rotary, style: RopeStyle::HalfSplit, theta, scaling })
+    let rope = RopeSpec { rotary, style: RopeStyle::HalfSplit, theta, scaling };
+    match rope.is_sound() {
+        true => Ok(rope),
+        false => Err(c.invalid("rope_theta", "finite frequencies together with its scaling", format!("{rope:?}"))),
+    }
 }
 
 fn scaling(s: &Config, rotary: usize, theta: f64, context: usize) -> Result<RopeScaling, ConfigError> {
@@ -98,12 +107,12 @@ fn scaling(s: &Config, rotary: usize, theta: f64, context: usize) -> Result<Rope
         "default" | "none" => RopeScaling::Default,
         "linear" => RopeScaling::Linear { factor: s.positive_or("factor", None)? },
         "dynamic" => {
-            let factor = s.number("factor")?;
+            let factor = s.positive_or("factor", None)?;
             if factor < 1.0 {
                 return Err(s.invalid("factor", "at least 1", factor));
             }
             if rotary <= 2 {
-                return Err(s.invalid("rope_type", "a rotary width above 2 for dynamic scaling", rotary));
+                return Err(s.invalid("rope_type", format!("another than dynamic where head_dim turns {rotary} values"), kind));
             }
             RopeScaling::Dynamic { factor, original: original()? }
         }
@@ -117,6 +126,9 @@ fn scaling(s: &Config, rotary: usize, theta: f64, context: usize) -> Result<Rope
         }
         "longrope" | "su" => {
             let original = original()?;
+            if original < 2 {
+                return Err(s.invalid("original_max_position_embeddings", "at least 2 for longrope", original));
+            }
             let factor = s.positive_or("factor", Some(context as f64 / original as f64))?;
             let plain = if factor <= 1.0 { 1.0 } else { (1.0 + libm::log(factor) / libm::log(original as f64)).sqrt() };
             RopeScaling::Long {
@@ -138,7 +150,7 @@ fn yarn(s: &Config, theta: f64, context: usize, original: usize) -> Result<RopeS
     // DeepSeek's two corrections: the ratio goes on cosines and sines, the rest on the attention scale.
     let plain = match (s.has("mscale"), s.has("mscale_all_dim")) {
         (true, true) => {
-            let (m, all) = (s.number("mscale")?, s.number("mscale_all_dim")?);
+            let (m, all) = (s.positive_or("mscale", None)?, s.positive_or("mscale_all_dim", None)?);
             RopeSpec::yarn_mscale(factor, m) / RopeSpec::yarn_mscale(factor, all)
         }
         _ => RopeSpec::yarn_mscale(factor, 1.0),

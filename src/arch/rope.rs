@@ -126,6 +126,17 @@ impl RopeSpec {
         }
     }
 
+    /// True where every frequency, at any length, and the factor on cosines and sines are numbers to compute with. Settings that
+    /// make sense one by one can overflow together.
+    pub fn is_sound(&self) -> bool {
+        let mut out = vec![0.0; self.rotary / 2];
+        let finite = [1, 1 << 30].into_iter().all(|total| {
+            self.frequencies(total, &mut out);
+            out.iter().all(|f| f.is_finite())
+        });
+        finite && self.attention_factor().is_normal() && self.attention_factor() > 0.0
+    }
+
     /// Factor on cosines and sines.
     pub fn attention_factor(&self) -> f32 {
         match self.scaling {

@@ -179,7 +179,12 @@ impl ModelFiles {
             return Err(LoadError::malformed(self.weights.label(), name, "finite divisors above 0", bad));
         }
         rope.scaling = RopeScaling::Factors(divisors);
-        Ok(())
+        match rope.is_sound() {
+            true => Ok(()),
+            false => {
+                Err(LoadError::malformed(self.weights.label(), name, "divisors that leave finite frequencies", "too small ones"))
+            }
+        }
     }
 
     /// The tensors.

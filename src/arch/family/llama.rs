@@ -34,7 +34,7 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
             out_bias: attn_bias,
         },
         ffn: Ffn::Gated {
-            intermediate: c.count("intermediate_size")?,
+            intermediate: fields::bounded(c, "intermediate_size", None, 1 << 24)?,
             act: fields::activation(c, "hidden_act", Some("silu"))?,
             bias: c.flag_or("mlp_bias", false)?,
         },
