@@ -25,6 +25,9 @@ const MODELS: [&str; 4] = ["arch/llama_mha_f32", "arch/llama_gqa_tied_llama3", "
 /// A model whose parts are large beside the bookkeeping.
 const LARGE: Sizes = Sizes { vocab: 4096, hidden: 512, layers: 4, heads: 8, intermediate: 1024, context: 2048 };
 
+/// Enough for each sequence to grow into two blocks more.
+const STEPS: usize = 40;
+
 /// Allocations of `steps` steps with all their events, after some to warm up; tokens that came meanwhile.
 fn while_stepping(engine: &mut Engine, sampling: &SamplingParams, seqs: usize, steps: usize) -> (usize, usize) {
     for i in 0..seqs {
@@ -67,13 +70,16 @@ fn a_step_allocates_nothing() {
             for compute in [Compute::Exact, Compute::Fast] {
                 for threads in [1, 2] {
                     for seqs in [1, 8] {
-                        for (name, sampling, each) in &ways {
+                        // The sampler knows no threads.
+                        for (name, sampling, each) in
+                            ways.iter().filter(|w| threads == 1 || ["greedy", "everything"].contains(&w.0))
+                        {
                             let config = EngineConfig { compute, threads, max_batch: 8, ..EngineConfig::default() };
                             let mut engine = Engine::new(&files, config).unwrap();
-                            let (tokens, calls) = while_stepping(&mut engine, sampling, seqs, 60);
+                            let (tokens, calls) = while_stepping(&mut engine, sampling, seqs, STEPS);
                             let what = format!("{model} {compute:?}, {threads} threads, {seqs} sequences, {name}");
-                            assert_eq!(tokens, 60 * seqs, "{what}");
-                            assert_eq!(calls, each * tokens, "{what}: allocations in 60 steps");
+                            assert_eq!(tokens, STEPS * seqs, "{what}");
+                            assert_eq!(calls, each * tokens, "{what}: allocations in {STEPS} steps");
                         }
                     }
                 }
