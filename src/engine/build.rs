@@ -37,7 +37,7 @@ impl Engine {
     ///
     /// # Errors
     /// [`ConfigError`] for settings out of range or over the memory limit, and
-    /// [`LoadError`](crate::LoadError) for files that do not make a model.
+    /// [`LoadError`] for files that do not make a model.
     pub fn new(files: &ModelFiles, config: EngineConfig) -> Result<Self, Error> {
         Self::load(files, config, Box::new(ContinuousBatching::default()), &mut no_progress)
     }
@@ -45,7 +45,7 @@ impl Engine {
     /// [`Engine::new`] with a policy of the caller's and a callback that sees the load's progress and can break it off.
     ///
     /// # Errors
-    /// As [`Engine::new`], and [`LoadError::Cancelled`](crate::LoadError::Cancelled).
+    /// As [`Engine::new`], and [`LoadError::Cancelled`].
     pub fn load(
         files: &ModelFiles,
         config: EngineConfig,
