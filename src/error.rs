@@ -294,6 +294,9 @@ pub enum TextError {
         /// What was given.
         found: String,
     },
+    /// Raw text and messages in one conversation: the template would have to leave the raw text out.
+    #[error("the conversation holds raw text: messages need a session of their own")]
+    Mixed,
     /// The model came without what was asked for.
     #[error("the model has no {what}")]
     Absent {
@@ -418,6 +421,12 @@ pub enum RunError {
         found: usize,
         /// In the buffers.
         limit: usize,
+    },
+    /// The policy plans nothing and asks for no later call, though the sequence has not ended.
+    #[error("sequence {seq} has not ended, and the scheduler plans nothing for it")]
+    Stalled {
+        /// The sequence.
+        seq: SeqId,
     },
     /// The device failed.
     #[error("{device}: {message}")]
