@@ -11,7 +11,10 @@ mod tensors;
 
 pub use config::Config;
 pub use rope::{RopeScaling, RopeSpec, RopeStyle, angles};
-pub use spec::{Activation, AttnDims, AttnSpec, Ffn, HeadSpec, KvLayout, LayerSpec, ModelSpec, NormKind, NormSpec, Wiring};
+pub use spec::{
+    Activation, AttnDims, AttnSpec, Ffn, Glu, Groups, HeadSpec, KvLayout, LayerSpec, ModelSpec, NormKind, NormSpec, QkNorm,
+    RouteSpec, Score, Wiring,
+};
 pub use tensors::Role;
 
 use crate::error::ConfigError;
