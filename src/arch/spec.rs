@@ -86,6 +86,20 @@ pub enum KvLayout {
         /// Width of a head.
         head_dim: usize,
     },
+    /// One latent vector for all heads and a rotated part of the key: MLA (DeepSeek-AI, 2024). Keys and values are never
+    /// expanded: queries are carried into the latent space, results out of it.
+    Latent {
+        /// Width of the latent.
+        rank: usize,
+        /// Width of the rotated part.
+        rope_dim: usize,
+        /// Width of a head's part of the query that is not rotated.
+        nope_dim: usize,
+        /// Width of a head's value.
+        value_dim: usize,
+        /// Width of the query's latent, or none.
+        q_rank: Option<usize>,
+    },
 }
 
 /// What the attention kernels see instead of [`KvLayout`].
@@ -99,13 +113,20 @@ pub struct AttnDims {
     pub qk_dim: usize,
     /// Width of a value head.
     pub v_dim: usize,
+    /// A value is the first `v_dim` of its key, and the cache holds keys alone.
+    pub v_in_k: bool,
 }
 
 impl AttnSpec {
     /// The kernels' view.
     pub fn dims(&self) -> AttnDims {
         match self.layout {
-            KvLayout::Heads { kv_heads, head_dim } => AttnDims { heads: self.heads, kv_heads, qk_dim: head_dim, v_dim: head_dim },
+            KvLayout::Heads { kv_heads, head_dim } => {
+                AttnDims { heads: self.heads, kv_heads, qk_dim: head_dim, v_dim: head_dim, v_in_k: false }
+            }
+            KvLayout::Latent { rank, rope_dim, .. } => {
+                AttnDims { heads: self.heads, kv_heads: 1, qk_dim: rank + rope_dim, v_dim: rank, v_in_k: true }
+            }
         }
     }
 }

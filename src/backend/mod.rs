@@ -243,6 +243,20 @@ pub trait Backend: Send + Sized + 'static {
         out: &mut Self::Buf,
     ) -> Result<(), RunError>;
 
+    /// A matrix for each head: `out head = w[head] * x head`, for every row. `from` and `to` say where the heads lie; `w` has one
+    /// matrix `[to.dim, from.dim]` a head.
+    #[allow(clippy::too_many_arguments)]
+    fn linear_heads(
+        &mut self,
+        rows: usize,
+        x: &Self::Buf,
+        from: Heads,
+        w: &[Self::Weight],
+        step: &mut Self::Step,
+        out: &mut Self::Buf,
+        to: Heads,
+    ) -> Result<(), RunError>;
+
     /// Normalises each head in place: `head = norm(head) * weight`, the weight being as long as a head.
     fn norm_heads(
         &mut self,
@@ -265,7 +279,8 @@ pub trait Backend: Send + Sized + 'static {
         style: RopeStyle,
     ) -> Result<(), RunError>;
 
-    /// Writes the step's keys and values to their slots; both lie in `kv_src`.
+    /// Writes the step's keys and values to their slots; both lie in `kv_src`. Where the layer's values are part of its keys, `v`
+    /// is not read.
     fn kv_write(
         &mut self,
         step: &Self::Step,
