@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 use crate::arch::fields;
-use crate::arch::spec::{AttnSpec, Ffn, HeadSpec, LayerSpec, ModelSpec, NormSpec, Wiring};
+use crate::arch::spec::{AttnSpec, Ffn, Glu, HeadSpec, LayerSpec, ModelSpec, NormSpec, Wiring};
 use crate::arch::tensors::{HF_GATED, Role};
 use crate::arch::{Arch, Config, GgufHabits};
 use crate::error::ConfigError;
@@ -30,15 +30,17 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
             scale: 1.0 / (shape.head_dim as f32).sqrt(),
             window: None,
             softcap: None,
+            qk_norm: None,
+            sinks: false,
             qkv_bias: attn_bias,
             out_bias: attn_bias,
         },
         ffn: Ffn::Gated {
             intermediate: c.count("intermediate_size")?,
-            act: fields::activation(c, "hidden_act", Some("silu"))?,
+            glu: Glu::Act(fields::activation(c, "hidden_act", Some("silu"))?),
             bias: c.flag_or("mlp_bias", false)?,
         },
-        wiring: Wiring::PreNorm { attn: norm, ffn: norm },
+        wiring: Wiring::pre_norm(norm),
     };
     let rope = fields::rope(c, shape.head_dim, shape.context)?;
     Ok(ModelSpec {
@@ -47,9 +49,10 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
         hidden: shape.hidden,
         context: rope.context(shape.context),
         embed_scale: 1.0,
+        position_table: false,
         layers: vec![layer; shape.layers],
         ropes: vec![rope],
         final_norm: norm,
-        head: HeadSpec { tied: c.flag_or("tie_word_embeddings", false)?, scale: 1.0, softcap: None },
+        head: HeadSpec { tied: c.flag_or("tie_word_embeddings", false)?, bias: false, scale: 1.0, softcap: None },
     })
 }
