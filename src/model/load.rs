@@ -148,7 +148,7 @@ impl<B: Backend> Visit for Loader<'_, '_, B> {
     }
 
     fn vector(&mut self, parts: &Parts) -> Result<B::Buf, LoadError> {
-        self.with_views(parts, |backend, views| backend.vector(views))
+        self.with_views(parts, |backend, views| backend.vector(views, 0.0))
     }
 }
 
@@ -218,7 +218,7 @@ impl Find<'_> {
         let a = &layer.attn;
         let dims = a.dims();
         let (q, k, v) = (dims.heads * dims.qk_dim, dims.kv_heads * dims.qk_dim, dims.kv_heads * dims.v_dim);
-        let Ffn::Gated { intermediate: i, bias, .. } = layer.ffn;
+        let Ffn::Gated { intermediate: i, bias, .. } = layer.ffn else { unreachable!("a Llama") };
         let part = |role, shape: &[usize]| self.part(role, l, shape);
         let turned = |role, heads, shape: &[usize]| -> Result<Part, LoadError> {
             Ok(Part { order: self.turn(heads), ..part(role, shape)? })

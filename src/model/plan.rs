@@ -5,7 +5,7 @@ use super::load::weight_parts;
 use super::transformer::{Widths, activation_bytes};
 use super::{Logits, ModelFiles, Want};
 use crate::arch::ModelSpec;
-use crate::backend::{Backend, KvShape};
+use crate::backend::{Backend, KvShape, MoeShape};
 use crate::batch::BatchLimits;
 use crate::dtype::KvDType;
 use crate::error::LoadError;
@@ -73,7 +73,7 @@ impl MemoryPlan {
             weight_bytes,
             kv_bytes: backend.kv_bytes(&shape),
             activation_bytes: activation_bytes(spec, limits),
-            scratch_bytes: backend.step_bytes(&limits.batch, Widths::max_columns(spec), &shape),
+            scratch_bytes: backend.step_bytes(&limits.batch, Widths::max_columns(spec), &shape, &MoeShape::default()),
         })
     }
 

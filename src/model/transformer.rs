@@ -13,8 +13,8 @@
 use super::load::Weights;
 use super::plan::ModelLimits;
 use super::{Logits, Model, Progress, Want};
-use crate::arch::{AttnDims, Ffn, ModelSpec, NormSpec, Wiring, angles};
-use crate::backend::{AttnArgs, Backend, Heads};
+use crate::arch::{AttnDims, Ffn, ModelSpec, NormSpec, angles};
+use crate::backend::{AttnArgs, Backend, Heads, MoeShape};
 use crate::batch::{Batch, BatchLimits};
 use crate::error::RunError;
 use crate::ids::BlockId;
@@ -80,7 +80,7 @@ impl<B: Backend> Transformer<B> {
     pub(super) fn new(mut backend: B, spec: ModelSpec, weights: Weights<B>, limits: ModelLimits) -> Result<Self, RunError> {
         let shape = limits.kv_shape(&spec);
         let kv = backend.kv(&shape)?;
-        let step = backend.step(&limits.batch, Widths::max_columns(&spec), &shape)?;
+        let step = backend.step(&limits.batch, Widths::max_columns(&spec), &shape, &MoeShape::default())?;
         let bufs = Bufs::new(&mut backend, &spec, &limits)?;
         Ok(Transformer { backend, spec, weights, limits, kv, step, bufs, run: None })
     }
@@ -113,9 +113,9 @@ impl<B: Backend> Transformer<B> {
     fn attention(&mut self, l: usize, run: &mut Running) -> Result<(), RunError> {
         let Self { backend: be, spec, weights, kv, step, bufs, .. } = self;
         let (layer, w) = (&spec.layers[l], &weights.layers[l]);
-        let Wiring::PreNorm { attn: norm, .. } = &layer.wiring;
+        let norm = layer.wiring.attn_in.as_ref().expect("a norm");
         let t = run.tokens;
-        let delta = run.pending.then_some(&bufs.delta);
+        let delta = run.pending.then_some((&bufs.delta, 1.0));
         be.add_norm(t, spec.hidden, &mut bufs.x, delta, norm, &w.attn_norm, None, &mut bufs.normed)?;
         be.linear(t, &bufs.normed, &w.qkv, w.qkv_bias.as_ref(), step, &mut bufs.qkv)?;
         let dims = layer.attn.dims();
@@ -128,7 +128,7 @@ impl<B: Backend> Transformer<B> {
         }
         be.kv_write(step, &bufs.qkv, k, v, kv, l)?;
         let args = AttnArgs { dims, scale: layer.attn.scale, window: layer.attn.window, softcap: layer.attn.softcap };
-        be.attention(step, &args, &bufs.qkv, q, kv, l, &mut bufs.attn)?;
+        be.attention(step, &args, &bufs.qkv, q, kv, l, None, &mut bufs.attn)?;
         be.linear(t, &bufs.attn, &w.out, w.out_bias.as_ref(), step, &mut bufs.delta)?;
         run.pending = true;
         Ok(())
@@ -137,12 +137,12 @@ impl<B: Backend> Transformer<B> {
     fn feed_forward(&mut self, l: usize, run: &Running) -> Result<(), RunError> {
         let Self { backend: be, spec, weights, step, bufs, .. } = self;
         let (layer, w) = (&spec.layers[l], &weights.layers[l]);
-        let Wiring::PreNorm { ffn: norm, .. } = &layer.wiring;
-        let Ffn::Gated { intermediate, act, .. } = &layer.ffn;
+        let norm = layer.wiring.ffn_in.as_ref().expect("a norm");
+        let Ffn::Gated { intermediate, glu, .. } = &layer.ffn else { unreachable!("a Llama") };
         let t = run.tokens;
-        be.add_norm(t, spec.hidden, &mut bufs.x, Some(&bufs.delta), norm, &w.ffn_norm, None, &mut bufs.normed)?;
+        be.add_norm(t, spec.hidden, &mut bufs.x, Some((&bufs.delta, 1.0)), norm, &w.ffn_norm, None, &mut bufs.normed)?;
         be.linear(t, &bufs.normed, &w.gate_up, w.gate_up_bias.as_ref(), step, &mut bufs.gate_up)?;
-        be.gate(t, *intermediate, *act, &bufs.gate_up, &mut bufs.inner)?;
+        be.gate(t, *intermediate, *glu, &bufs.gate_up, &mut bufs.inner)?;
         be.linear(t, &bufs.inner, &w.down, w.down_bias.as_ref(), step, &mut bufs.delta)
     }
 
@@ -153,7 +153,7 @@ impl<B: Backend> Transformer<B> {
             return Ok(());
         }
         let norm: &NormSpec = &spec.final_norm;
-        let delta = run.pending.then_some(&bufs.delta);
+        let delta = run.pending.then_some((&bufs.delta, 1.0));
         be.add_norm(run.tokens, spec.hidden, &mut bufs.x, delta, norm, &weights.final_norm, None, &mut bufs.normed)?;
         be.gather(step, spec.hidden, &bufs.normed, &mut bufs.rows)?;
         let (logits, hidden) = out.all_mut();
@@ -294,7 +294,7 @@ impl Widths {
         let mut w = Widths { qkv: 0, attn: 0, inner: 0 };
         for layer in &spec.layers {
             let d = layer.attn.dims();
-            let Ffn::Gated { intermediate, .. } = layer.ffn;
+            let Ffn::Gated { intermediate, .. } = layer.ffn else { unreachable!("a Llama") };
             w.qkv = w.qkv.max(d.heads * d.qk_dim + d.kv_heads * (d.qk_dim + d.v_dim));
             w.attn = w.attn.max(d.heads * d.v_dim);
             w.inner = w.inner.max(intermediate);

@@ -5,35 +5,54 @@
 
 use super::pool::{Disjoint, Pool};
 use super::simd::{LANES, Tier};
-use crate::arch::{Activation, NormSpec, RopeStyle};
+use crate::arch::{Activation, Glu, NormSpec, RopeStyle};
 use crate::backend::Heads;
 
-/// `x += delta` where there is a delta, then `out = norm(x) * weight (+ bias)`, each `[rows, width]`.
+/// `x += delta * scale` where there is a delta, then `out = norm(x) * weight (+ bias)`, each `[rows, width]`.
 #[allow(clippy::too_many_arguments)]
 pub(super) fn add_norm(
     pool: &Pool,
     tier: &Tier,
     width: usize,
     x: &mut [f32],
-    delta: Option<&[f32]>,
+    delta: Option<(&[f32], f32)>,
     norm: &NormSpec,
     weight: &[f32],
     bias: Option<&[f32]>,
     out: &mut [f32],
 ) {
     assert!(x.len() == out.len() && x.len().is_multiple_of(width), "{} and {} values of rows of {width}", x.len(), out.len());
-    let (delta, weight, bias) = (delta.map(|d| &d[..x.len()]), &weight[..width], bias.map(|b| &b[..width]));
+    let (delta, weight, bias) = (delta.map(|(d, scale)| (&d[..x.len()], scale)), &weight[..width], bias.map(|b| &b[..width]));
     let rows = x.len() / width;
     let (x, out) = (Disjoint::new(x), Disjoint::new(out));
     pool.for_each_chunk(rows, grain(width), |_, rows| {
         let values = rows.start * width..rows.end * width;
         // SAFETY: a row is handed out once, and each is its own part of both.
         let (x, out) = unsafe { (x.slice(values.clone()), out.slice(values.clone())) };
-        if let Some(delta) = delta {
-            tier.vector.add(x, &delta[values]);
+        if let Some((delta, scale)) = delta {
+            tier.vector.add(x, &delta[values], scale);
         }
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
             tier.vector.norm(*norm, x, weight, bias, out);
+        }
+    });
+}
+
+/// `x += delta * scale`, one rounding each.
+pub(super) fn add(pool: &Pool, tier: &Tier, x: &mut [f32], delta: &[f32], scale: f32) {
+    let delta = &delta[..x.len()];
+    for_each_run(pool, x, PAYS, |first, x| tier.vector.add(x, &delta[first..][..x.len()], scale));
+}
+
+/// `head = norm(head) * weight` for each head, in place.
+pub(super) fn norm_heads(pool: &Pool, tier: &Tier, rows: usize, x: &mut [f32], heads: Heads, norm: &NormSpec, weight: &[f32]) {
+    assert!(heads.offset + heads.heads * heads.dim <= heads.stride, "{heads:?}: heads beyond their row");
+    let weight = &weight[..heads.dim];
+    pool.for_each_row(&mut x[..rows * heads.stride], heads.stride, grain(heads.heads * heads.dim), |_, x| {
+        for row in x.chunks_exact_mut(heads.stride) {
+            for head in row[heads.offset..][..heads.heads * heads.dim].chunks_exact_mut(heads.dim) {
+                tier.vector.norm_in_place(*norm, head, weight);
+            }
         }
     });
 }
@@ -63,21 +82,26 @@ pub(super) fn rope(
     });
 }
 
-/// `out[rows, width] = act(x[.., ..width]) * x[.., width..]`, `x` being `[rows, 2 * width]`.
-pub(super) fn gate(pool: &Pool, tier: &Tier, width: usize, act: Activation, x: &[f32], out: &mut [f32]) {
+/// `out[rows, width] = glu(x[.., ..width], x[.., width..])`, `x` being `[rows, 2 * width]`.
+pub(super) fn gate(pool: &Pool, tier: &Tier, width: usize, glu: Glu, x: &[f32], out: &mut [f32]) {
     assert_eq!(x.len(), 2 * out.len(), "values of rows of twice {width} against {width}");
     pool.for_each_row(out, width, grain(4 * width), |first, out| {
         for (i, out) in out.chunks_exact_mut(width).enumerate() {
             let (a, b) = x[(first + i) * 2 * width..][..2 * width].split_at(width);
-            tier.vector.gate(act, a, b, out);
+            tier.vector.gate(glu, a, b, out);
         }
     });
+}
+
+/// `x = act(x)`.
+pub(super) fn activate(pool: &Pool, tier: &Tier, act: Activation, x: &mut [f32]) {
+    for_each_run(pool, x, PAYS / 4, |_, x| tier.vector.activate(act, x));
 }
 
 /// `x = cap * tanh(x * scale / cap)`; without a cap the factor alone.
 pub(super) fn scale_cap(pool: &Pool, tier: &Tier, x: &mut [f32], scale: f32, cap: Option<f32>) {
     let run = if cap.is_some() { PAYS / 4 } else { PAYS };
-    for_each_run(pool, x, run, |x| tier.vector.scale_cap(x, scale, cap));
+    for_each_run(pool, x, run, |_, x| tier.vector.scale_cap(x, scale, cap));
 }
 
 /// `out[r] = x[wanted[r]]`, rows of `width`.
@@ -87,19 +111,19 @@ pub(super) fn gather(width: usize, wanted: &[u32], x: &[f32], out: &mut [f32]) {
     }
 }
 
-/// Runs of about `run` values, cut between vectors so that a value's lane stays the same.
-fn for_each_run(pool: &Pool, x: &mut [f32], run: usize, f: impl Fn(&mut [f32]) + Sync) {
+/// Runs of about `run` values, cut between vectors so that a value's lane stays the same: `f(first, values)`.
+fn for_each_run(pool: &Pool, x: &mut [f32], run: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     let len = x.len();
     let x = Disjoint::new(x);
     pool.for_each_chunk(len.div_ceil(LANES), run / LANES, |_, vectors| {
         let values = vectors.start * LANES..len.min(vectors.end * LANES);
         // SAFETY: a vector is handed out once.
-        f(unsafe { x.slice(values) });
+        f(values.start, unsafe { x.slice(values) });
     });
 }
 
 /// Rows of `width` values of work that make a share.
-fn grain(width: usize) -> usize {
+pub(super) fn grain(width: usize) -> usize {
     PAYS.div_ceil(width.max(1))
 }
 

@@ -7,7 +7,7 @@
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Lanes, Scalar};
 use super::math;
-use crate::arch::{Activation, NormKind, NormSpec, RopeStyle};
+use crate::arch::{Activation, Glu, NormKind, NormSpec, RopeStyle};
 
 type NormFn = unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]);
 
@@ -15,8 +15,12 @@ type NormFn = unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]);
 pub(in super::super) struct VectorKernels {
     norm: NormFn,
     rope: unsafe fn(RopeStyle, &mut [f32], &[f32], &[f32]),
-    gate: unsafe fn(Activation, &[f32], &[f32], &mut [f32]),
-    add: unsafe fn(&mut [f32], &[f32]),
+    norm_in_place: unsafe fn(NormSpec, &mut [f32], &[f32]),
+    gate: unsafe fn(Glu, &[f32], &[f32], &mut [f32]),
+    activate: unsafe fn(Activation, &mut [f32]),
+    softmax: unsafe fn(&mut [f32]),
+    sigmoid: unsafe fn(&mut [f32]),
+    add: unsafe fn(&mut [f32], &[f32], f32),
     scale_cap: unsafe fn(&mut [f32], f32, Option<f32>),
 }
 
@@ -35,18 +39,43 @@ impl VectorKernels {
         unsafe { (self.rope)(style, x, cos, sin) }
     }
 
-    /// `out = act(x) * y`.
-    pub(in super::super) fn gate(&self, act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
-        assert!(x.len() == out.len() && y.len() == out.len());
+    /// `x = norm(x) * weight` for one row, with the bits of [`norm`](Self::norm).
+    pub(in super::super) fn norm_in_place(&self, spec: NormSpec, x: &mut [f32], weight: &[f32]) {
+        assert_eq!(x.len(), weight.len());
         // SAFETY: the tier's instructions are there.
-        unsafe { (self.gate)(act, x, y, out) }
+        unsafe { (self.norm_in_place)(spec, x, weight) }
     }
 
-    /// `x += y`.
-    pub(in super::super) fn add(&self, x: &mut [f32], y: &[f32]) {
+    /// `out = glu(gate, up)`.
+    pub(in super::super) fn gate(&self, glu: Glu, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        assert!(gate.len() == out.len() && up.len() == out.len());
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.gate)(glu, gate, up, out) }
+    }
+
+    /// `x = act(x)`.
+    pub(in super::super) fn activate(&self, act: Activation, x: &mut [f32]) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.activate)(act, x) }
+    }
+
+    /// `x = softmax(x)`; a NaN makes all of it NaN.
+    pub(in super::super) fn softmax(&self, x: &mut [f32]) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.softmax)(x) }
+    }
+
+    /// `x = sigmoid(x)`.
+    pub(in super::super) fn sigmoid(&self, x: &mut [f32]) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.sigmoid)(x) }
+    }
+
+    /// `x += y * scale` with one rounding.
+    pub(in super::super) fn add(&self, x: &mut [f32], y: &[f32], scale: f32) {
         assert_eq!(x.len(), y.len());
         // SAFETY: the tier's instructions are there.
-        unsafe { (self.add)(x, y) }
+        unsafe { (self.add)(x, y, scale) }
     }
 
     /// `x = cap * tanh(x * scale / cap)`, or `x * scale`.
@@ -61,7 +90,11 @@ macro_rules! tier {
         pub(in super::super) static $table: VectorKernels = VectorKernels {
             norm: $module::norm,
             rope: $module::rope,
+            norm_in_place: $module::norm_in_place,
             gate: $module::gate,
+            activate: $module::activate,
+            softmax: $module::softmax,
+            sigmoid: $module::sigmoid,
             add: $module::add,
             scale_cap: $module::scale_cap,
         };
@@ -84,14 +117,39 @@ macro_rules! tier {
             );
             enable!(
                 $features,
-                pub(super) fn gate(act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
-                    super::gate::<$lanes>(act, x, y, out);
+                pub(super) fn norm_in_place(s: NormSpec, x: &mut [f32], w: &[f32]) {
+                    super::norm_in_place::<$lanes>(s, x, w);
                 }
             );
             enable!(
                 $features,
-                pub(super) fn add(x: &mut [f32], y: &[f32]) {
-                    map2::<$lanes>(x, y, |x, y| x.add(y));
+                pub(super) fn gate(glu: Glu, x: &[f32], y: &[f32], out: &mut [f32]) {
+                    super::gate::<$lanes>(glu, x, y, out);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn activate(act: Activation, x: &mut [f32]) {
+                    super::activate::<$lanes>(act, x);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn softmax(x: &mut [f32]) {
+                    super::softmax::<$lanes>(x);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn sigmoid(x: &mut [f32]) {
+                    map1::<$lanes>(x, math::sigmoid);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn add(x: &mut [f32], y: &[f32], scale: f32) {
+                    let scale = <$lanes as Lanes>::splat(scale);
+                    map2::<$lanes>(x, y, |x, y| y.fma(scale, x));
                 }
             );
             enable!(
@@ -112,8 +170,9 @@ tier!(AVX2, avx2, Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c");
 
+/// What a row's values are reduced by, and what they are multiplied with then.
 #[inline(always)]
-fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+fn moments<L: Lanes>(spec: NormSpec, x: &[f32]) -> (L, L) {
     let n = x.len() as f32;
     let (whole, rest) = x.as_chunks::<LANES>();
     let mean = match spec.kind {
@@ -136,8 +195,19 @@ fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]
         let x = L::load_part(rest).sub(centre).keep(0, rest.len() as i32, L::splat(0.0));
         squares = x.fma(x, squares);
     }
-    let inverse = L::splat(1.0 / (squares.sum() / n + spec.eps).sqrt());
+    (centre, L::splat(1.0 / (squares.sum() / n + spec.eps).sqrt()))
+}
 
+#[inline(always)]
+fn norm_in_place<L: Lanes>(spec: NormSpec, x: &mut [f32], weight: &[f32]) {
+    let (centre, inverse) = moments::<L>(spec, x);
+    map2::<L>(x, weight, |x, w| x.sub(centre).mul(inverse).mul(w));
+}
+
+#[inline(always)]
+fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+    let (centre, inverse) = moments::<L>(spec, x);
+    let (whole, rest) = x.as_chunks::<LANES>();
     let (ws, w_rest) = weight.as_chunks::<LANES>();
     let (bs, b_rest) = bias.unwrap_or(&[]).as_chunks::<LANES>();
     let (outs, out_rest) = out.as_chunks_mut::<LANES>();
@@ -190,13 +260,46 @@ fn rope<L: Lanes>(style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
 }
 
 #[inline(always)]
-fn gate<L: Lanes>(act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
-    match act {
-        Activation::Silu => map3::<L>(x, y, out, |x, y| math::silu(x).mul(y)),
-        Activation::Gelu => map3::<L>(x, y, out, |x, y| math::gelu(x).mul(y)),
-        Activation::GeluTanh => map3::<L>(x, y, out, |x, y| math::gelu_tanh(x).mul(y)),
-        Activation::Relu => map3::<L>(x, y, out, |x, y| math::relu(x).mul(y)),
+fn gate<L: Lanes>(glu: Glu, x: &[f32], y: &[f32], out: &mut [f32]) {
+    match glu {
+        Glu::Act(Activation::Silu) => map3::<L>(x, y, out, |x, y| math::silu(x).mul(y)),
+        Glu::Act(Activation::Gelu) => map3::<L>(x, y, out, |x, y| math::gelu(x).mul(y)),
+        Glu::Act(Activation::GeluTanh) => map3::<L>(x, y, out, |x, y| math::gelu_tanh(x).mul(y)),
+        Glu::Act(Activation::Relu) => map3::<L>(x, y, out, |x, y| math::relu(x).mul(y)),
+        Glu::Clamped { alpha, limit } => {
+            let (one, alpha) = (L::splat(1.0), L::splat(alpha));
+            let (least, most) = (L::splat(-limit), L::splat(limit));
+            map3::<L>(x, y, out, |x, y| {
+                // In this order a NaN passes.
+                let (gate, up) = (most.min(x), most.min(least.max(y)));
+                up.add(one).mul(gate.mul(math::sigmoid(gate.mul(alpha))))
+            });
+        }
     }
+}
+
+#[inline(always)]
+fn activate<L: Lanes>(act: Activation, x: &mut [f32]) {
+    match act {
+        Activation::Silu => map1::<L>(x, math::silu),
+        Activation::Gelu => map1::<L>(x, math::gelu),
+        Activation::GeluTanh => map1::<L>(x, math::gelu_tanh),
+        Activation::Relu => map1::<L>(x, math::relu),
+    }
+}
+
+#[inline(always)]
+fn softmax<L: Lanes>(x: &mut [f32]) {
+    let least = L::splat(f32::NEG_INFINITY);
+    let last = |rest: &[f32], o: L| L::load_part(rest).keep(0, rest.len() as i32, o);
+    let (whole, rest) = x.as_chunks::<LANES>();
+    // A NaN may be passed over here; it is in the sum.
+    let top = L::splat(whole.iter().fold(last(rest, least), |top, x| L::load(x).max(top)).top());
+    map1::<L>(x, |x| math::exp(x.sub(top)));
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let sum = whole.iter().fold(L::splat(0.0), |sum, x| sum.add(L::load(x)));
+    let sum = L::splat(sum.add(L::load_part(rest)).sum());
+    map1::<L>(x, |x| x.div(sum));
 }
 
 #[inline(always)]

@@ -29,7 +29,7 @@ fn run(fns: &LinearFns, pool: &Pool, w: &CpuWeight, x: &[f32], bias: Option<&[f3
     let (k, rows) = (w.columns(), x.len() / w.columns());
     let mut y = vec![f32::NAN; rows * w.rows()];
     let mut scratch = vec![0x7fc0_0000; rows * k];
-    fns.matmul(pool, &w.segments, w.rows(), &Input { x, rows, k, bias }, &mut scratch, &mut y);
+    fns.matmul(pool, w, &Input { x, rows, bias }, &mut scratch, &mut y);
     y.into_iter().map(f32::to_bits).collect()
 }
 
