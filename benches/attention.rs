@@ -11,7 +11,7 @@ use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::KvDType;
 use std::time::Duration;
 
-const DIMS: AttnDims = AttnDims { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64 };
+const DIMS: AttnDims = AttnDims { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64, v_in_k: false };
 const Q: Heads = Heads { stride: 576, offset: 0, heads: 9, dim: 64 };
 const K: Heads = Heads { stride: 384, offset: 0, heads: 3, dim: 64 };
 const V: Heads = Heads { stride: 384, offset: 192, heads: 3, dim: 64 };
@@ -78,7 +78,7 @@ fn attention(criterion: &mut Criterion) {
                 }
                 push(&mut batch, depth - tokens);
                 cpu.begin(&batch, &mut step).expect("within the limits");
-                cpu.attention(&mut step, &args, &q, Q, &kv, LAYERS - 1, &mut out).expect("the CPU attends");
+                cpu.attention(&mut step, &args, &q, Q, &kv, LAYERS - 1, None, &mut out).expect("the CPU attends");
                 let mut got = vec![0.0; q_values.len()];
                 cpu.download(&out, &mut got).expect("the CPU copies");
                 let last = &got[(tokens - 1) * 576..][..64];
@@ -96,7 +96,7 @@ fn attention(criterion: &mut Criterion) {
                 group.bench_function(format!("{tier}/{threads}/{tokens}@{depth}"), |b| {
                     b.iter(|| {
                         layer = (layer + 1) % LAYERS;
-                        cpu.attention(&mut step, &args, &q, Q, &kv, layer, &mut out)
+                        cpu.attention(&mut step, &args, &q, Q, &kv, layer, None, &mut out)
                     });
                 });
             }
