@@ -121,6 +121,14 @@ impl Config {
         self.fields.insert(field.into(), value.into());
     }
 
+    /// Sets fields of a nested object, which is made if it is not there.
+    pub fn nest(&mut self, section: &str, values: impl IntoIterator<Item = (&'static str, Value)>) {
+        let inner = self.fields.entry(section).or_insert_with(|| Value::Object(Map::new()));
+        if let Value::Object(inner) = inner {
+            inner.extend(values.into_iter().map(|(field, value)| (field.to_owned(), value)));
+        }
+    }
+
     /// True where the field is there and not null.
     pub fn has(&self, field: &str) -> bool {
         self.value(field).is_some()

@@ -116,6 +116,8 @@ pub enum Role {
     SharedGate,
     /// Up projection of the shared expert.
     SharedUp,
+    /// Both in one.
+    SharedGateUp,
     /// Down projection of the shared expert.
     SharedDown,
     /// Divisors of the rotary frequencies.
@@ -239,6 +241,10 @@ pub(super) const GGUF: Names = &[
     (Role::SharedGate, "blk.{l}.ffn_gate_shexp.weight"),
     (Role::SharedUp, "blk.{l}.ffn_up_shexp.weight"),
     (Role::SharedDown, "blk.{l}.ffn_down_shexp.weight"),
+    // Before experts were put together.
+    (Role::ExpertGate, "blk.{l}.ffn_gate.{n}.weight"),
+    (Role::ExpertUp, "blk.{l}.ffn_up.{n}.weight"),
+    (Role::ExpertDown, "blk.{l}.ffn_down.{n}.weight"),
     (Role::RopeFactors, "rope_freqs.weight"),
     (Role::RopeShort, "rope_factors_short.weight"),
     (Role::RopeLong, "rope_factors_long.weight"),

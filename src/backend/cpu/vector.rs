@@ -173,7 +173,7 @@ mod tests {
             for kind in [NormKind::Rms, NormKind::Layer] {
                 for (delta, bias) in [(false, false), (true, false), (true, true)] {
                     let (x, d, w, b) = (values(rows * width, 1), values(rows * width, 2), values(width, 3), values(width, 4));
-                    let spec = NormSpec { kind, eps: 1e-5 };
+                    let spec = NormSpec { kind, ..NormSpec::rms(1e-5) };
                     let got = everywhere(|pool, tier| {
                         let (mut x, mut out) = (x.clone(), vec![0.0; x.len()]);
                         let (d, b) = (delta.then_some(&d[..]), bias.then_some(&b[..]));

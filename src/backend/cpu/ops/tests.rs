@@ -79,7 +79,7 @@ fn add_norm_of_both_kinds() {
                 let mut x_buf = filled(cpu, &x);
                 let (delta, w, b) = (filled(cpu, &delta), filled(cpu, &w), filled(cpu, &b));
                 let mut out = cpu.buf(rows * width).unwrap();
-                let norm = NormSpec { kind, eps: 1e-5 };
+                let norm = NormSpec { kind, ..NormSpec::rms(1e-5) };
                 let (d, b) = (with_delta.then_some(&delta), with_bias.then_some(&b));
                 cpu.add_norm(rows, width, &mut x_buf, d, &norm, &w, b, &mut out).unwrap();
                 let mut after = vec![0.0; rows * width];
