@@ -3,10 +3,11 @@
 
 mod common;
 
-use common::engines::{exact, finish, open, record};
+use common::engines::{alone, exact, finish, open, record};
+use common::gguf_twin::twin;
 use common::golden::{Golden, close, fixtures, json, same_greedy};
 use loquat::engine::{Engine, EngineConfig, Request};
-use loquat::model::{ModelFiles, OpenOptions};
+use loquat::model::{ModelFiles, OpenOptions, SideTexts};
 use loquat::text::{AddSpecial, EncodeOptions};
 use std::path::Path;
 
@@ -67,6 +68,37 @@ fn safetensors_in_both_spellings_of_the_config() {
             }
         }
     }
+    assert!(failed.is_empty(), "{failed:?}");
+}
+
+/// The same model, as a converter writes it.
+#[test]
+fn gguf_twins_give_the_same_bits() {
+    let (mut failed, mut twins) = (Vec::new(), 0);
+    for folder in folders("arch") {
+        let what = folder.file_name().unwrap().display().to_string();
+        // Half precision is not what a twin is for.
+        let Some(bytes) = (what != "llama_mha_f16").then(|| twin(&folder)).flatten() else { continue };
+        twins += 1;
+        let result = std::panic::catch_unwind(|| {
+            let files = ModelFiles::from_memory(&what, bytes, &SideTexts::default()).unwrap_or_else(|e| panic!("{what}: {e}"));
+            let golden = Golden::open(&folder);
+            let original = open(&folder);
+            for prompt in &golden.prompts {
+                let [got, want] = [&files, &original].map(|f| alone(f, exact(), prompt, 8));
+                assert_eq!(got.0, want.0, "{what}");
+                for (p, (got, want)) in got.1.iter().zip(&want.1).enumerate() {
+                    let same = got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
+                    let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                    assert!(same, "{what} at {p}: off by {off}");
+                }
+            }
+        });
+        if result.is_err() {
+            failed.push(what);
+        }
+    }
+    assert!(twins >= 25, "{twins}");
     assert!(failed.is_empty(), "{failed:?}");
 }
 

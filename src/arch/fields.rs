@@ -197,9 +197,12 @@ pub(super) fn sliding(c: &Config, layers: usize, usual: impl Fn(usize) -> bool) 
         .collect()
 }
 
-/// `sliding_window`, or none.
+/// `sliding_window`, or none; GGUF writes 0 for none.
 pub(super) fn window(c: &Config) -> Result<Option<usize>, ConfigError> {
-    if c.has("sliding_window") { c.count("sliding_window").map(Some) } else { Ok(None) }
+    match c.has("sliding_window") && c.whole("sliding_window")? != 0 {
+        true => bounded(c, "sliding_window", None, 1 << 30).map(Some),
+        false => Ok(None),
+    }
 }
 
 /// Qwen's windows: `use_sliding_window` switches them on, in the layers from `max_window_layers` on.
@@ -217,9 +220,13 @@ pub(super) fn gemma_norm(c: &Config) -> Result<NormSpec, ConfigError> {
     Ok(NormSpec { plus: number(c, "norm_plus", Some(1.0))?, ..rms(c)? })
 }
 
-/// Gemma's factor on the scores.
-pub(super) fn gemma_scale(c: &Config, shape: &Shape) -> Result<f32, ConfigError> {
-    let over = c.positive_or("query_pre_attn_scalar", Some(shape.head_dim as f64))?;
+/// Gemma's factor on the scores. GGUF leaves it out: it is that of the width of a head, but for the model of `largest` layers.
+pub(super) fn gemma_scale(c: &Config, shape: &Shape, largest: usize) -> Result<f32, ConfigError> {
+    if c.has("attention_multiplier") {
+        return number(c, "attention_multiplier", None);
+    }
+    let width = if shape.layers == largest { shape.hidden / shape.heads } else { shape.head_dim };
+    let over = c.positive_or("query_pre_attn_scalar", Some(width as f64))?;
     Ok(1.0 / (over as f32).sqrt())
 }
 

@@ -70,7 +70,7 @@ pub(super) fn yarn_score_factor(c: &Config) -> Result<f64, ConfigError> {
     let kind = if s.has("rope_type") { s.str("rope_type")? } else { s.str_or("type", "default")? };
     // GGUF stores a tenth of it.
     let all = match s.has("log_multiplier") {
-        true => 10.0 * s.number("log_multiplier")?,
+        true => f64::from((10.0 * s.number("log_multiplier")?) as f32),
         false => s.number_or("mscale_all_dim", Some(0.0))?,
     };
     if kind != "yarn" || all == 0.0 {
@@ -100,7 +100,7 @@ fn scaling(c: &Config, s: &Config, rotary: usize, theta: f64, context: usize) ->
             }
             RopeScaling::Dynamic { factor, original: original()? }
         }
-        "yarn" => yarn(s, theta, context, original()?)?,
+        "yarn" => yarn(c, s, theta, context, original()?)?,
         "llama3" => {
             let (low, high) = (s.positive_or("low_freq_factor", None)?, s.positive_or("high_freq_factor", None)?);
             if low >= high {
@@ -127,7 +127,7 @@ fn scaling(c: &Config, s: &Config, rotary: usize, theta: f64, context: usize) ->
     })
 }
 
-fn yarn(s: &Config, theta: f64, context: usize, original: usize) -> Result<RopeScaling, ConfigError> {
+fn yarn(c: &Config, s: &Config, theta: f64, context: usize, original: usize) -> Result<RopeScaling, ConfigError> {
     let factor = s.positive_or("factor", Some(context as f64 / original as f64))?;
     if theta <= 1.0 {
         return Err(s.invalid("rope_theta", "above 1 for yarn", theta));
@@ -150,7 +150,7 @@ fn yarn(s: &Config, theta: f64, context: usize, original: usize) -> Result<RopeS
         original,
         beta_fast,
         beta_slow,
-        truncate: s.flag_or("truncate", true)?,
+        truncate: s.flag_or("truncate", c.flag_or("rope_truncate", true)?)?,
         attention_factor: s.positive_or("attention_factor", Some(plain))?,
     })
 }

@@ -25,6 +25,11 @@ pub(super) fn config(gguf: &Gguf) -> Result<Config, LoadError> {
     config.set("tie_word_embeddings", !has("output.weight"));
     config.set("attention_bias", has("blk.0.attn_q.bias") || has("blk.0.attn_qkv.bias"));
     config.set("mlp_bias", has("blk.0.ffn_gate.bias"));
+    let head_norms = has("blk.0.attn_q_norm.weight");
+    config.set("use_qk_norm", head_norms);
+    config.set("qk_layernorm", head_norms);
+    // Falcon's newer architecture has two norms before its two halves.
+    config.set("new_decoder_architecture", has("blk.0.attn_norm_2.weight"));
     // Lists of rotary divisors are tensors here.
     let lists = (divisors(gguf, "rope_factors_short.weight")?, divisors(gguf, "rope_factors_long.weight")?);
     if let (Some(short), Some(long)) = lists {

@@ -53,7 +53,7 @@ const GGUF_NAMES: Names = &[
 
 fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
     let c = &c.renamed(&[("n_embed", "hidden_size"), ("n_head", "num_attention_heads"), ("n_layer", "num_hidden_layers")]);
-    let c = &c.renamed(&[("layer_norm_epsilon", "layer_norm_eps")]);
+    let c = &c.renamed(&[("layer_norm_epsilon", "layer_norm_eps"), ("intermediate_size", "ffn_hidden_size")]);
     let c = &c.or(&[("tie_word_embeddings", Plain::Flag(true)), ("max_position_embeddings", Plain::Count(2048))]);
     c.refuse("alibi", &false.into())?;
     // Only the newer architecture counts its key heads; of the older one there is one key head or as many as queries.

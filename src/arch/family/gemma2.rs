@@ -28,7 +28,7 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
     let norm = fields::gemma_norm(c)?;
     let bias = c.flag_or("attention_bias", false)?;
     let attn = AttnSpec {
-        scale: fields::gemma_scale(c, &shape)?,
+        scale: fields::gemma_scale(c, &shape, 46)?,
         softcap: fields::softcap(c, "attn_logit_softcapping")?,
         qkv_bias: bias,
         out_bias: bias,

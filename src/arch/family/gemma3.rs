@@ -39,7 +39,7 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
     let norm = fields::gemma_norm(c)?;
     let bias = c.flag_or("attention_bias", false)?;
     let attn = AttnSpec {
-        scale: fields::gemma_scale(c, &shape)?,
+        scale: fields::gemma_scale(c, &shape, 62)?,
         softcap: fields::softcap(c, "attn_logit_softcapping")?,
         qk_norm: fields::head_norms(norm),
         qkv_bias: bias,

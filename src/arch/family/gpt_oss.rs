@@ -11,7 +11,13 @@ use crate::error::ConfigError;
 pub(in crate::arch) const ARCH: Arch = Arch {
     name: "gpt_oss",
     model_types: &["gpt_oss"],
-    gguf: Some(GgufHabits { tensors: GGUF_NAMES, experts: true, ..GgufHabits::named("gpt-oss") }),
+    gguf: Some(GgufHabits {
+        tensors: GGUF_NAMES,
+        experts: true,
+        // The ramp of its frequencies does not start and end at whole ones.
+        defaults: &[("rope_truncate", Plain::Flag(false))],
+        ..GgufHabits::named("gpt-oss")
+    }),
     spec,
     tensors: &[NAMES, HF_GATED],
     stored: Stored { transposed: &[Role::ExpertGateUp, Role::ExpertDown], alternating_gate_up: true, ..Stored::USUAL },
