@@ -11,7 +11,7 @@ use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::KvDType;
 use std::time::Duration;
 
-const DIMS: AttnDims = AttnDims { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64 };
+const DIMS: AttnDims = AttnDims { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64, v_in_k: false };
 const Q: Heads = Heads { stride: 576, offset: 0, heads: 9, dim: 64 };
 const K: Heads = Heads { stride: 384, offset: 0, heads: 3, dim: 64 };
 const V: Heads = Heads { stride: 384, offset: 192, heads: 3, dim: 64 };

@@ -47,9 +47,9 @@ impl Device {
         let mut cpu = Cpu::new(&options).expect("a tier of this machine");
         let rows = ROWS[ROWS.len() - 1];
         let limits = BatchLimits { tokens: rows, seqs: 1, blocks: 1, rows };
-        let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16 };
+        let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
         let kv = KvShape { layers: vec![dims], blocks: 1, block_size: 16, dtype: KvDType::F16 };
-        let step = cpu.step(&limits, K, &kv).expect("memory");
+        let step = cpu.step(&limits, K, &kv, &MoeShape::default()).expect("memory");
         let (mut x, out) = (cpu.buf(rows * K).expect("memory"), cpu.buf(rows * N).expect("memory"));
         cpu.upload(&values(rows * K, 2), &mut x).expect("an upload");
         Device { cpu, step, x, out }

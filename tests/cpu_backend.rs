@@ -38,7 +38,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const HIDDEN: usize = 256;
-const DIMS: AttnDims = AttnDims { heads: 4, kv_heads: 2, qk_dim: 64, v_dim: 64 };
+const DIMS: AttnDims = AttnDims { heads: 4, kv_heads: 2, qk_dim: 64, v_dim: 64, v_in_k: false };
 const LIMITS: BatchLimits = BatchLimits { tokens: 40, seqs: 8, blocks: 64, rows: 8 };
 
 fn kv_shape() -> KvShape {
@@ -63,7 +63,7 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
     let down = matrix(&mut cpu, &[FormatId::F16], HIDDEN, HIDDEN);
     let table = matrix(&mut cpu, &[FormatId::Q8_0], 64, HIDDEN);
     let mut kv = cpu.kv(&kv_shape()).unwrap();
-    let mut step = cpu.step(&LIMITS, HIDDEN, &kv_shape()).unwrap();
+    let mut step = cpu.step(&LIMITS, HIDDEN, &kv_shape(), &MOE).unwrap();
     let t = LIMITS.tokens;
     let mut buf = |n| cpu.buf(n).unwrap();
     let (mut x, mut y, mut wide, mut last) = (buf(t * HIDDEN), buf(t * HIDDEN), buf(t * 2 * HIDDEN), buf(t * HIDDEN));
@@ -148,8 +148,8 @@ fn plans_hold_and_dropping_gives_everything_back() {
     assert!((planned..planned + SLACK).contains(&grown(at)), "cache: {planned} planned, {} allocated", grown(at));
 
     let at = BYTES.load(Ordering::SeqCst);
-    let step = cpu.step(&LIMITS, HIDDEN, &kv_shape()).unwrap();
-    let planned = cpu.step_bytes(&LIMITS, HIDDEN, &kv_shape());
+    let step = cpu.step(&LIMITS, HIDDEN, &kv_shape(), &MOE).unwrap();
+    let planned = cpu.step_bytes(&LIMITS, HIDDEN, &kv_shape(), &MOE);
     assert!((planned..planned + SLACK).contains(&grown(at)), "step: {planned} planned, {} allocated", grown(at));
 
     // Large matrices have chunks of their own.

@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn tokens_are_found_where_they_were_written_and_blocks_copied_in_order() {
-        let dims = |kv_heads, qk_dim, v_dim| AttnDims { heads: kv_heads, kv_heads, qk_dim, v_dim };
+        let dims = |kv_heads, qk_dim, v_dim| AttnDims { heads: kv_heads, kv_heads, qk_dim, v_dim, v_in_k: false };
         for dtype in [KvDType::F32, KvDType::F16] {
             for (tokens, threads) in [(3, 1), (90, 3)] {
                 let layers = vec![dims(3, 70, 17), dims(1, 16, 96)];
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn a_size_beyond_memory_is_an_error() {
-        let layers = vec![AttnDims { heads: 1, kv_heads: 1, qk_dim: 64, v_dim: 64 }];
+        let layers = vec![AttnDims { heads: 1, kv_heads: 1, qk_dim: 64, v_dim: 64, v_in_k: false }];
         let shape = KvShape { layers, blocks: usize::MAX / 64, block_size: 16, dtype: KvDType::F16 };
         assert_eq!(CpuKv::bytes(&shape), None);
         assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { .. })));

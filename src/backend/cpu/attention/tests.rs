@@ -57,8 +57,8 @@ const LAYER: usize = 1;
 impl World {
     fn new(shape: Shape, lens: &[usize]) -> World {
         let Shape { heads, kv_heads, qk_dim, v_dim, block_size, dtype, .. } = shape;
-        let dims = AttnDims { heads, kv_heads, qk_dim, v_dim };
-        let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40 };
+        let dims = AttnDims { heads, kv_heads, qk_dim, v_dim, v_in_k: false };
+        let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40, v_in_k: false };
         let per_seq: Vec<_> = lens.iter().map(|l| l.div_ceil(block_size)).collect();
         let blocks = per_seq.iter().sum::<usize>() + 3;
         let kv_shape = KvShape { layers: vec![other, dims, other], blocks, block_size, dtype };
