@@ -7,7 +7,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use loquat::arch::AttnDims;
 use loquat::backend::cpu::{Cpu, CpuBuf, CpuOptions, CpuStep, CpuWeight};
-use loquat::backend::{Backend, KvShape, RowOrder, WeightPart};
+use loquat::backend::{Backend, KvShape, MoeShape, RowOrder, WeightPart};
 use loquat::batch::BatchLimits;
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;

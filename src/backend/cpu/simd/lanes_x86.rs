@@ -23,6 +23,29 @@ macro_rules! both {
     };
 }
 
+/// Eight rows of eight: row i, column j goes to row j, column i.
+#[inline(always)]
+fn transpose8(m: [__m256; 8]) -> [__m256; 8] {
+    // Within four rows: half h of vector j holds their column 4h + j.
+    let four = |a, b, c, d| -> [__m256; 4] {
+        with!({
+            let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
+            let (ab_high, cd_high) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
+            [
+                _mm256_shuffle_ps::<0x44>(ab, cd),
+                _mm256_shuffle_ps::<0xee>(ab, cd),
+                _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
+                _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
+            ]
+        })
+    };
+    let (top, bottom) = (four(m[0], m[1], m[2], m[3]), four(m[4], m[5], m[6], m[7]));
+    std::array::from_fn(|i| match i {
+        0..4 => with!(_mm256_permute2f128_ps::<0x20>(top[i], bottom[i])),
+        _ => with!(_mm256_permute2f128_ps::<0x31>(top[i - 4], bottom[i - 4])),
+    })
+}
+
 impl Lanes for Avx2 {
     #[inline(always)]
     fn splat(v: f32) -> Self {
@@ -127,6 +150,16 @@ impl Lanes for Avx2 {
     fn prefetch(p: *const u8) {
         with!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
     }
+    #[inline(always)]
+    fn transpose(m: &mut [Self; LANES]) {
+        let quarter = |half: fn(&Avx2) -> __m256, first: usize| transpose8(std::array::from_fn(|i| half(&m[first + i])));
+        let (low, high): (fn(&Avx2) -> __m256, fn(&Avx2) -> __m256) = (|v| v.0, |v| v.1);
+        let (a, b, c, d) = (quarter(low, 0), quarter(low, 8), quarter(high, 0), quarter(high, 8));
+        for i in 0..8 {
+            m[i] = Avx2(a[i], b[i]);
+            m[8 + i] = Avx2(c[i], d[i]);
+        }
+    }
 }
 
 /// AVX-512 F, BW and VL.
@@ -218,5 +251,30 @@ impl Lanes for Avx512 {
     #[inline(always)]
     fn prefetch(p: *const u8) {
         with!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
+    }
+    #[inline(always)]
+    fn transpose(m: &mut [Self; LANES]) {
+        // Within four rows: quarter q of vector j holds their column 4q + j.
+        for rows in m.as_chunks_mut::<4>().0 {
+            let [a, b, c, d] = rows.map(|v| v.0);
+            let (ab, ab_high) = with!((_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+            let (cd, cd_high) = with!((_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+            let pairs = [(ab, cd), (ab_high, cd_high)];
+            for (i, (x, y)) in pairs.into_iter().enumerate() {
+                let (x, y) = with!((_mm512_castps_pd(x), _mm512_castps_pd(y)));
+                rows[2 * i] = with!(Avx512(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y))));
+                rows[2 * i + 1] = with!(Avx512(_mm512_castpd_ps(_mm512_unpackhi_pd(x, y))));
+            }
+        }
+        // Then the quarters: even ones by 0x88, odd ones by 0xdd.
+        for j in 0..4 {
+            let [a, b, c, d] = [m[j].0, m[4 + j].0, m[8 + j].0, m[12 + j].0];
+            let (ab, cd) = with!((_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d)));
+            let (ab_odd, cd_odd) = with!((_mm512_shuffle_f32x4::<0xdd>(a, b), _mm512_shuffle_f32x4::<0xdd>(c, d)));
+            m[j] = with!(Avx512(_mm512_shuffle_f32x4::<0x88>(ab, cd)));
+            m[4 + j] = with!(Avx512(_mm512_shuffle_f32x4::<0x88>(ab_odd, cd_odd)));
+            m[8 + j] = with!(Avx512(_mm512_shuffle_f32x4::<0xdd>(ab, cd)));
+            m[12 + j] = with!(Avx512(_mm512_shuffle_f32x4::<0xdd>(ab_odd, cd_odd)));
+        }
     }
 }
