@@ -212,7 +212,8 @@ fn attention_over_the_cache() {
     let all = synthetic::normals((first + second) * stride, 9);
     let heads = |offset, heads| Heads { stride, offset, heads, dim: DIMS.qk_dim };
     let (q, k, v) = (heads(0, DIMS.heads), heads(q_len, DIMS.kv_heads), heads(q_len + k_len, DIMS.kv_heads));
-    for (window, softcap) in [(None, None), (Some(9), None), (None, Some(2.0))] {
+    let sinks = synthetic::normals(DIMS.heads, 10);
+    for (window, softcap, with_sinks) in [(None, None, false), (Some(9), None, true), (None, Some(2.0), false)] {
         let args = AttnArgs { dims: DIMS, scale: 0.2, window, softcap };
         // The queries that the last step runs: tokens 20 to 29 of the first sequence, 40 of the second.
         let asked: Vec<(usize, usize, usize)> = (20..30).map(|t| (0, t, first)).chain([(first, 40, second)]).collect();
@@ -232,7 +233,7 @@ fn attention_over_the_cache() {
                         softcap.map_or(score, |c: f32| f64::from(c) * (score / f64::from(c)).tanh()).exp()
                     })
                     .collect();
-                let total: f64 = scores.iter().sum();
+                let total: f64 = scores.iter().sum::<f64>() + if with_sinks { f64::from(sinks[h]).exp() } else { 0.0 };
                 let mut out = vec![0.0; DIMS.v_dim];
                 for (s, p) in (from..=t).zip(&scores) {
                     for (o, v) in out.iter_mut().zip(row(s, v, kv_head)) {
@@ -250,6 +251,7 @@ fn attention_over_the_cache() {
                 let mut out = cpu.buf(LIMITS.tokens * q_len).unwrap();
                 let mut batch = Batch::new(16, LIMITS);
                 let tokens = [0u32; 64];
+                let sinks = with_sinks.then(|| filled(cpu, &sinks));
                 let mut run = |cpu: &mut Cpu, kv: &mut CpuKv, items: &[(usize, usize, usize, &[BlockId])]| {
                     batch.clear();
                     let mut rows = Vec::new();
@@ -261,7 +263,7 @@ fn attention_over_the_cache() {
                     let src = filled(cpu, &rows);
                     cpu.begin(&batch, &mut step).unwrap();
                     cpu.kv_write(&step, &src, k, v, kv, 1).unwrap();
-                    cpu.attention(&mut step, &args, &src, q, kv, 1, None, &mut out).unwrap();
+                    cpu.attention(&mut step, &args, &src, q, kv, 1, sinks.as_ref(), &mut out).unwrap();
                 };
                 let (a, b) = ([BlockId(7), BlockId(2)], [BlockId(3), BlockId(11), BlockId(5)]);
                 run(cpu, &mut kv, &[(0, 0, 20, &a), (first, 0, 33, &b)]);
