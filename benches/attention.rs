@@ -6,7 +6,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use loquat::BlockId;
 use loquat::arch::AttnDims;
 use loquat::backend::cpu::{Cpu, CpuOptions};
-use loquat::backend::{AttnArgs, Backend, Heads, KvShape};
+use loquat::backend::{AttnArgs, Backend, Heads, KvShape, MoeShape};
 use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::KvDType;
 use std::time::Duration;
@@ -65,7 +65,7 @@ fn attention(criterion: &mut Criterion) {
                 let options = CpuOptions { threads, tier: Some(tier.into()), ..CpuOptions::default() };
                 let mut cpu = Cpu::new(&options).expect("a tier of this machine");
                 let mut kv = cpu.kv(&shape).expect("memory");
-                let mut step = cpu.step(&limits, 64, &shape).expect("memory");
+                let mut step = cpu.step(&limits, 64, &shape, &MoeShape::default()).expect("memory");
                 let mut src = cpu.buf(kv_values.len()).expect("memory");
                 let mut q = cpu.buf(q_values.len()).expect("memory");
                 let mut out = cpu.buf(q_values.len()).expect("memory");

@@ -366,4 +366,12 @@ mod tests {
         let rows: Vec<_> = (0..8).map(|r| order.source_row(r, 8)).collect();
         assert_eq!(rows, [3, 0, 1, 2, 7, 4, 5, 6]);
     }
+
+    #[test]
+    fn grouped_rows_are_found() {
+        // Two groups of two queries, a key and a value, of two rows each.
+        let order = RowOrder::Grouped { groups: 2, queries: 2 };
+        let rows: Vec<_> = (0..16).map(|r| order.source_row(r, 16)).collect();
+        assert_eq!(rows, [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
+    }
 }

@@ -318,3 +318,6 @@ fn cut<'a, T>(from: &mut &'a mut [T], len: usize) -> &'a mut [T] {
     *from = rest;
     part
 }
+
+#[cfg(test)]
+mod tests;

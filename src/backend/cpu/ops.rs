@@ -257,22 +257,11 @@ impl Backend for Cpu {
         sinks: Option<&CpuBuf>,
         out: &mut CpuBuf,
     ) -> Result<(), RunError> {
+        let sinks = sinks.map(|s| &s.0[..args.dims.heads]);
         // The caller's thread joins pieces outside of the pool's jobs.
         let _env = FloatEnv::enter();
         let (batch, scratch) = step.attention();
-        attention::attention(
-            &self.pool,
-            self.tier,
-            scratch,
-            batch,
-            args,
-            sinks.map(|s| &s.0[..]),
-            &q_src.0,
-            q,
-            kv,
-            layer,
-            &mut out.0,
-        );
+        attention::attention(&self.pool, self.tier, scratch, batch, args, sinks, &q_src.0, q, kv, layer, &mut out.0);
         Ok(())
     }
 
