@@ -71,6 +71,31 @@ fn safetensors_in_both_spellings_of_the_config() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
+/// Alone, and in a crowd that is cut into small chunks: the prompts go past several windows.
+#[test]
+fn company_and_chunks_change_no_bit() {
+    for folder in folders("arch") {
+        let (files, prompts) = (open(&folder), Golden::open(&folder).prompts);
+        let mut engine = Engine::new(&files, EngineConfig { prompt_logits: true, step_tokens: 24, ..exact() }).unwrap();
+        let rows = record(&mut engine);
+        let seqs: Vec<_> = prompts
+            .iter()
+            .map(|p| engine.submit(Request { prompt_logits: true, ..Request::new(p.as_slice(), 8) }).unwrap())
+            .collect();
+        let tokens = finish(&mut engine, &seqs);
+        let rows = rows.lock().unwrap();
+        for ((prompt, seq), tokens) in prompts.iter().zip(&seqs).zip(tokens) {
+            let (want_tokens, want) = alone(&files, exact(), prompt, 8);
+            assert_eq!(tokens, want_tokens, "{}", folder.display());
+            for (p, want) in want.iter().enumerate() {
+                let got = &rows[&(*seq, p)].0;
+                let same = got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{} prompt of {} at {p}", folder.display(), prompt.len());
+            }
+        }
+    }
+}
+
 /// The same model, as a converter writes it.
 #[test]
 fn gguf_twins_give_the_same_bits() {
