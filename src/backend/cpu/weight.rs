@@ -237,6 +237,7 @@ pub(super) fn check_order(part: &WeightPart<'_>, rows: usize) -> Result<(), Load
     let (unit, expected) = match part.order {
         RowOrder::Natural => return Ok(()),
         RowOrder::Interleaved { heads } => (heads.checked_mul(2), format!("{heads} heads of an even number of rows")),
+        RowOrder::Rolled { heads, .. } => (Some(heads), format!("{heads} heads")),
         RowOrder::Grouped { groups, queries } => (
             queries.checked_add(2).and_then(|heads| heads.checked_mul(groups)),
             format!("{groups} groups of {queries} query heads, a key head and a value head"),

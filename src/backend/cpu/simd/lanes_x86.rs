@@ -23,27 +23,24 @@ macro_rules! both {
     };
 }
 
-/// Eight rows of eight: row i, column j goes to row j, column i.
+/// Eight rows of eight: row i, column j goes to row j, column i. No closures around intrinsics: they would stay calls.
 #[inline(always)]
-fn transpose8(m: [__m256; 8]) -> [__m256; 8] {
+fn transpose8(m: &mut [__m256; 8]) {
     // Within four rows: half h of vector j holds their column 4h + j.
-    let four = |a, b, c, d| -> [__m256; 4] {
-        with!({
-            let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
-            let (ab_high, cd_high) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
-            [
-                _mm256_shuffle_ps::<0x44>(ab, cd),
-                _mm256_shuffle_ps::<0xee>(ab, cd),
-                _mm256_shuffle_ps::<0x44>(ab_high, cd_high),
-                _mm256_shuffle_ps::<0xee>(ab_high, cd_high),
-            ]
-        })
-    };
-    let (top, bottom) = (four(m[0], m[1], m[2], m[3]), four(m[4], m[5], m[6], m[7]));
-    std::array::from_fn(|i| match i {
-        0..4 => with!(_mm256_permute2f128_ps::<0x20>(top[i], bottom[i])),
-        _ => with!(_mm256_permute2f128_ps::<0x31>(top[i - 4], bottom[i - 4])),
-    })
+    for rows in m.as_chunks_mut::<4>().0 {
+        let [a, b, c, d] = *rows;
+        let (ab, cd) = with!((_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d)));
+        let (ab_high, cd_high) = with!((_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d)));
+        rows[0] = with!(_mm256_shuffle_ps::<0x44>(ab, cd));
+        rows[1] = with!(_mm256_shuffle_ps::<0xee>(ab, cd));
+        rows[2] = with!(_mm256_shuffle_ps::<0x44>(ab_high, cd_high));
+        rows[3] = with!(_mm256_shuffle_ps::<0xee>(ab_high, cd_high));
+    }
+    for j in 0..4 {
+        let (top, bottom) = (m[j], m[4 + j]);
+        m[j] = with!(_mm256_permute2f128_ps::<0x20>(top, bottom));
+        m[4 + j] = with!(_mm256_permute2f128_ps::<0x31>(top, bottom));
+    }
 }
 
 impl Lanes for Avx2 {
@@ -152,9 +149,16 @@ impl Lanes for Avx2 {
     }
     #[inline(always)]
     fn transpose(m: &mut [Self; LANES]) {
-        let quarter = |half: fn(&Avx2) -> __m256, first: usize| transpose8(std::array::from_fn(|i| half(&m[first + i])));
-        let (low, high): (fn(&Avx2) -> __m256, fn(&Avx2) -> __m256) = (|v| v.0, |v| v.1);
-        let (a, b, c, d) = (quarter(low, 0), quarter(low, 8), quarter(high, 0), quarter(high, 8));
+        let mut quarters = [[with!(_mm256_setzero_ps()); 8]; 4];
+        for i in 0..8 {
+            let (top, bottom) = (m[i], m[8 + i]);
+            (quarters[0][i], quarters[1][i], quarters[2][i], quarters[3][i]) = (top.0, bottom.0, top.1, bottom.1);
+        }
+        let [a, b, c, d] = &mut quarters;
+        transpose8(a);
+        transpose8(b);
+        transpose8(c);
+        transpose8(d);
         for i in 0..8 {
             m[i] = Avx2(a[i], b[i]);
             m[8 + i] = Avx2(c[i], d[i]);
