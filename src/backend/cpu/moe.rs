@@ -52,9 +52,10 @@ impl MoeScratch {
         if experts == 0 {
             return (0, 0);
         }
-        let index = tokens.saturating_mul(2 * experts + 3 * top_k).saturating_add(2 * experts + 2);
+        let both = experts.saturating_mul(2);
+        let index = tokens.saturating_mul(both.saturating_add(top_k.saturating_mul(3))).saturating_add(both.saturating_add(2));
         let inside = Self::pairs(tokens, shape).saturating_mul(hidden.saturating_add(intermediate.saturating_mul(3)));
-        (index, tokens.saturating_mul(experts + top_k).saturating_add(inside))
+        (index, tokens.saturating_mul(experts.saturating_add(top_k)).saturating_add(inside))
     }
 
     fn parts(&mut self, rows: usize, args: &MoeArgs<'_, Cpu>) -> Parts<'_> {

@@ -219,7 +219,7 @@ fn attention_over_the_cache() {
         let asked: Vec<(usize, usize, usize)> = (20..30).map(|t| (0, t, first)).chain([(first, 40, second)]).collect();
         let mut expected = Vec::new();
         for (base, t, _) in asked {
-            for h in 0..DIMS.heads {
+            for (h, sink) in sinks.iter().enumerate() {
                 let row = |t: usize, heads: Heads, h: usize| {
                     wide(&all[(base + t) * stride + heads.offset + h * heads.dim..][..heads.dim])
                 };
@@ -233,7 +233,7 @@ fn attention_over_the_cache() {
                         softcap.map_or(score, |c: f32| f64::from(c) * (score / f64::from(c)).tanh()).exp()
                     })
                     .collect();
-                let total: f64 = scores.iter().sum::<f64>() + if with_sinks { f64::from(sinks[h]).exp() } else { 0.0 };
+                let total: f64 = scores.iter().sum::<f64>() + if with_sinks { f64::from(*sink).exp() } else { 0.0 };
                 let mut out = vec![0.0; DIMS.v_dim];
                 for (s, p) in (from..=t).zip(&scores) {
                     for (o, v) in out.iter_mut().zip(row(s, v, kv_head)) {

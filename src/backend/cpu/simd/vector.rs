@@ -85,6 +85,47 @@ impl VectorKernels {
     }
 }
 
+/// Stores a function of each value of some slices in the last. Macros, since a closure is not always inlined, and outside of
+/// a function that enables the tier's instructions each operation is a call.
+macro_rules! map {
+    ($l:ty, $out:expr, |$x:ident| $f:expr) => {{
+        let (outs, out_rest) = $out.as_chunks_mut::<LANES>();
+        for out in outs {
+            let $x = <$l>::load(out);
+            ($f).store(out);
+        }
+        if !out_rest.is_empty() {
+            let $x = <$l>::load_part(out_rest);
+            ($f).store_part(out_rest);
+        }
+    }};
+    ($l:ty, $out:expr, $y:expr, |$x:ident, $v:ident| $f:expr) => {{
+        let (outs, out_rest) = $out.as_chunks_mut::<LANES>();
+        let (ys, y_rest) = $y.as_chunks::<LANES>();
+        for (out, y) in outs.iter_mut().zip(ys) {
+            let ($x, $v) = (<$l>::load(out), <$l>::load(y));
+            ($f).store(out);
+        }
+        if !out_rest.is_empty() {
+            let ($x, $v) = (<$l>::load_part(out_rest), <$l>::load_part(y_rest));
+            ($f).store_part(out_rest);
+        }
+    }};
+    ($l:ty, $x:expr, $y:expr => $out:expr, |$u:ident, $v:ident| $f:expr) => {{
+        let (xs, x_rest) = $x.as_chunks::<LANES>();
+        let (ys, y_rest) = $y.as_chunks::<LANES>();
+        let (outs, out_rest) = $out.as_chunks_mut::<LANES>();
+        for ((x, y), out) in xs.iter().zip(ys).zip(outs) {
+            let ($u, $v) = (<$l>::load(x), <$l>::load(y));
+            ($f).store(out);
+        }
+        if !out_rest.is_empty() {
+            let ($u, $v) = (<$l>::load_part(x_rest), <$l>::load_part(y_rest));
+            ($f).store_part(out_rest);
+        }
+    }};
+}
+
 macro_rules! tier {
     ($table:ident, $module:ident, $lanes:ident, $features:tt) => {
         pub(in super::super) static $table: VectorKernels = VectorKernels {
@@ -142,14 +183,14 @@ macro_rules! tier {
             enable!(
                 $features,
                 pub(super) fn sigmoid(x: &mut [f32]) {
-                    map1::<$lanes>(x, math::sigmoid);
+                    map!($lanes, x, |x| math::sigmoid(x));
                 }
             );
             enable!(
                 $features,
                 pub(super) fn add(x: &mut [f32], y: &[f32], scale: f32) {
                     let scale = <$lanes as Lanes>::splat(scale);
-                    map2::<$lanes>(x, y, |x, y| y.fma(scale, x));
+                    map!($lanes, x, y, |x, y| y.fma(scale, x));
                 }
             );
             enable!(
@@ -201,7 +242,7 @@ fn moments<L: Lanes>(spec: NormSpec, x: &[f32]) -> (L, L) {
 #[inline(always)]
 fn norm_in_place<L: Lanes>(spec: NormSpec, x: &mut [f32], weight: &[f32]) {
     let (centre, inverse) = moments::<L>(spec, x);
-    map2::<L>(x, weight, |x, w| x.sub(centre).mul(inverse).mul(w));
+    map!(L, x, weight, |x, w| x.sub(centre).mul(inverse).mul(w));
 }
 
 #[inline(always)]
@@ -262,14 +303,14 @@ fn rope<L: Lanes>(style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
 #[inline(always)]
 fn gate<L: Lanes>(glu: Glu, x: &[f32], y: &[f32], out: &mut [f32]) {
     match glu {
-        Glu::Act(Activation::Silu) => map3::<L>(x, y, out, |x, y| math::silu(x).mul(y)),
-        Glu::Act(Activation::Gelu) => map3::<L>(x, y, out, |x, y| math::gelu(x).mul(y)),
-        Glu::Act(Activation::GeluTanh) => map3::<L>(x, y, out, |x, y| math::gelu_tanh(x).mul(y)),
-        Glu::Act(Activation::Relu) => map3::<L>(x, y, out, |x, y| math::relu(x).mul(y)),
+        Glu::Act(Activation::Silu) => map!(L, x, y => out, |x, y| math::silu(x).mul(y)),
+        Glu::Act(Activation::Gelu) => map!(L, x, y => out, |x, y| math::gelu(x).mul(y)),
+        Glu::Act(Activation::GeluTanh) => map!(L, x, y => out, |x, y| math::gelu_tanh(x).mul(y)),
+        Glu::Act(Activation::Relu) => map!(L, x, y => out, |x, y| math::relu(x).mul(y)),
         Glu::Clamped { alpha, limit } => {
             let (one, alpha) = (L::splat(1.0), L::splat(alpha));
             let (least, most) = (L::splat(-limit), L::splat(limit));
-            map3::<L>(x, y, out, |x, y| {
+            map!(L, x, y => out, |x, y| {
                 // In this order a NaN passes.
                 let (gate, up) = (most.min(x), most.min(least.max(y)));
                 up.add(one).mul(gate.mul(math::sigmoid(gate.mul(alpha))))
@@ -281,71 +322,40 @@ fn gate<L: Lanes>(glu: Glu, x: &[f32], y: &[f32], out: &mut [f32]) {
 #[inline(always)]
 fn activate<L: Lanes>(act: Activation, x: &mut [f32]) {
     match act {
-        Activation::Silu => map1::<L>(x, math::silu),
-        Activation::Gelu => map1::<L>(x, math::gelu),
-        Activation::GeluTanh => map1::<L>(x, math::gelu_tanh),
-        Activation::Relu => map1::<L>(x, math::relu),
+        Activation::Silu => map!(L, x, |x| math::silu(x)),
+        Activation::Gelu => map!(L, x, |x| math::gelu(x)),
+        Activation::GeluTanh => map!(L, x, |x| math::gelu_tanh(x)),
+        Activation::Relu => map!(L, x, |x| math::relu(x)),
     }
 }
 
 #[inline(always)]
 fn softmax<L: Lanes>(x: &mut [f32]) {
-    let least = L::splat(f32::NEG_INFINITY);
-    let last = |rest: &[f32], o: L| L::load_part(rest).keep(0, rest.len() as i32, o);
     let (whole, rest) = x.as_chunks::<LANES>();
-    // A NaN may be passed over here; it is in the sum.
-    let top = L::splat(whole.iter().fold(last(rest, least), |top, x| L::load(x).max(top)).top());
-    map1::<L>(x, |x| math::exp(x.sub(top)));
+    let mut top = L::load_part(rest).keep(0, rest.len() as i32, L::splat(f32::NEG_INFINITY));
+    for x in whole {
+        // A NaN may be passed over here; it is in the sum.
+        top = L::load(x).max(top);
+    }
+    let top = L::splat(top.top());
+    map!(L, x, |x| math::exp(x.sub(top)));
     let (whole, rest) = x.as_chunks::<LANES>();
-    let sum = whole.iter().fold(L::splat(0.0), |sum, x| sum.add(L::load(x)));
+    let mut sum = L::splat(0.0);
+    for x in whole {
+        sum = sum.add(L::load(x));
+    }
     let sum = L::splat(sum.add(L::load_part(rest)).sum());
-    map1::<L>(x, |x| x.div(sum));
+    map!(L, x, |x| x.div(sum));
 }
 
 #[inline(always)]
 fn scale_cap<L: Lanes>(x: &mut [f32], scale: f32, cap: Option<f32>) {
     let scale = L::splat(scale);
     match cap {
-        None => map1::<L>(x, |x| x.mul(scale)),
+        None => map!(L, x, |x| x.mul(scale)),
         Some(cap) => {
             let cap = L::splat(cap);
-            map1::<L>(x, |x| math::tanh(x.mul(scale).div(cap)).mul(cap));
+            map!(L, x, |x| math::tanh(x.mul(scale).div(cap)).mul(cap));
         }
-    }
-}
-
-#[inline(always)]
-fn map1<L: Lanes>(x: &mut [f32], f: impl Fn(L) -> L) {
-    let (whole, rest) = x.as_chunks_mut::<LANES>();
-    for x in whole {
-        f(L::load(x)).store(x);
-    }
-    if !rest.is_empty() {
-        f(L::load_part(rest)).store_part(rest);
-    }
-}
-
-#[inline(always)]
-fn map2<L: Lanes>(x: &mut [f32], y: &[f32], f: impl Fn(L, L) -> L) {
-    let (xs, x_rest) = x.as_chunks_mut::<LANES>();
-    let (ys, y_rest) = y.as_chunks::<LANES>();
-    for (x, y) in xs.iter_mut().zip(ys) {
-        f(L::load(x), L::load(y)).store(x);
-    }
-    if !x_rest.is_empty() {
-        f(L::load_part(x_rest), L::load_part(y_rest)).store_part(x_rest);
-    }
-}
-
-#[inline(always)]
-fn map3<L: Lanes>(x: &[f32], y: &[f32], out: &mut [f32], f: impl Fn(L, L) -> L) {
-    let (xs, x_rest) = x.as_chunks::<LANES>();
-    let (ys, y_rest) = y.as_chunks::<LANES>();
-    let (outs, out_rest) = out.as_chunks_mut::<LANES>();
-    for ((x, y), out) in xs.iter().zip(ys).zip(outs) {
-        f(L::load(x), L::load(y)).store(out);
-    }
-    if !out_rest.is_empty() {
-        f(L::load_part(x_rest), L::load_part(y_rest)).store_part(out_rest);
     }
 }
