@@ -56,6 +56,8 @@ pub struct AttnSpec {
     pub window: Option<usize>,
     /// `cap * tanh(score / cap)` on the scores.
     pub softcap: Option<f32>,
+    /// Norm on latents, where the layout has them.
+    pub latent_norm: Option<NormSpec>,
     /// Norms on q and k before the rotation.
     pub qk_norm: Option<QkNorm>,
     /// One more score for each head in the softmax.
@@ -71,8 +73,19 @@ pub struct AttnSpec {
 pub struct QkNorm {
     /// Which.
     pub norm: NormSpec,
-    /// Over all heads together and not head by head.
-    pub whole: bool,
+    /// Over what.
+    pub span: NormSpan,
+}
+
+/// What one norm of queries or keys runs over, and whose weights it has.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NormSpan {
+    /// Each head, with the same weights.
+    Head,
+    /// Each head, with weights of its own.
+    OwnHead,
+    /// All heads together.
+    All,
 }
 
 /// What the cache holds for a token and layer.
@@ -247,6 +260,11 @@ pub struct Wiring {
 }
 
 impl Wiring {
+    /// `x += norm(attention(x)); x += norm(ffn(x))`.
+    pub fn post_norm(norm: NormSpec) -> Self {
+        Wiring { attn_in: None, attn_out: Some(norm), ffn_in: None, ffn_out: Some(norm), parallel: false, residual_scale: 1.0 }
+    }
+
     /// `x += attention(norm(x)); x += ffn(norm(x))`.
     pub fn pre_norm(norm: NormSpec) -> Self {
         Wiring { attn_in: Some(norm), attn_out: None, ffn_in: Some(norm), ffn_out: None, parallel: false, residual_scale: 1.0 }
@@ -263,6 +281,8 @@ pub struct NormSpec {
     pub eps: f32,
     /// Added to the weight as it is stored (1 for Gemma).
     pub plus: f32,
+    /// There is a weight; 1 otherwise.
+    pub weight: bool,
     /// There is a bias.
     pub bias: bool,
 }
@@ -280,12 +300,12 @@ pub enum NormKind {
 impl NormSpec {
     /// RMS norm.
     pub fn rms(eps: f32) -> Self {
-        NormSpec { kind: NormKind::Rms, eps, plus: 0.0, bias: false }
+        NormSpec { kind: NormKind::Rms, eps, plus: 0.0, weight: true, bias: false }
     }
 
     /// Layer norm with a bias.
     pub fn layer(eps: f32) -> Self {
-        NormSpec { kind: NormKind::Layer, eps, plus: 0.0, bias: true }
+        NormSpec { kind: NormKind::Layer, eps, plus: 0.0, weight: true, bias: true }
     }
 }
 

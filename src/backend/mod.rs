@@ -45,6 +45,13 @@ pub enum RowOrder {
         /// Query heads in a group.
         queries: usize,
     },
+    /// Each of `heads` heads' rows start in its middle: row `r` is row `r + by` of the head in the file, round the end.
+    Rolled {
+        /// Heads in the tensor.
+        heads: usize,
+        /// Rows of a head that come last and lie first in the file.
+        by: usize,
+    },
 }
 
 impl RowOrder {
@@ -56,6 +63,10 @@ impl RowOrder {
                 let dim = rows / heads;
                 let (head, r) = (row / dim, row % dim);
                 head * dim + 2 * (r % (dim / 2)) + r / (dim / 2)
+            }
+            RowOrder::Rolled { heads, by } => {
+                let dim = rows / heads;
+                row / dim * dim + (row % dim + by) % dim
             }
             RowOrder::Grouped { groups, queries } => {
                 let dim = rows / (groups * (queries + 2));
@@ -347,5 +358,20 @@ mod tests {
         let order = RowOrder::Interleaved { heads: 2 };
         let rows: Vec<_> = (0..8).map(|r| order.source_row(r, 8)).collect();
         assert_eq!(rows, [0, 2, 1, 3, 4, 6, 5, 7]);
+    }
+
+    #[test]
+    fn rolled_rows_start_in_the_middle() {
+        let order = RowOrder::Rolled { heads: 2, by: 3 };
+        let rows: Vec<_> = (0..8).map(|r| order.source_row(r, 8)).collect();
+        assert_eq!(rows, [3, 0, 1, 2, 7, 4, 5, 6]);
+    }
+
+    #[test]
+    fn grouped_rows_are_found() {
+        // Two groups of two queries, a key and a value, of two rows each.
+        let order = RowOrder::Grouped { groups: 2, queries: 2 };
+        let rows: Vec<_> = (0..16).map(|r| order.source_row(r, 16)).collect();
+        assert_eq!(rows, [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
     }
 }

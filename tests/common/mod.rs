@@ -3,5 +3,7 @@
 #![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used, reason = "each test file uses its own part")]
 
 pub mod engines;
+pub mod gguf_twin;
+pub mod gguf_writer;
 pub mod golden;
 pub mod text;
