@@ -469,7 +469,7 @@ impl Call<'_> {
 
 /// A tile with more than the work of all by this many a thread is split.
 const SHARES: usize = 4;
-/// Kernel tiles that share a piece's turned values, which cost some 2 rows' sums.
+/// Kernel tiles that share a piece's turned values; to turn them takes as long as two to four rows' work.
 const SHARED_TILES: usize = 4;
 /// Parts a thread that are held before they are joined.
 const WAVE: usize = 32;
