@@ -5,10 +5,12 @@ mod common;
 
 use common::engines::{alone, exact, finish, open, record};
 use common::gguf_twin::twin;
-use common::golden::{Golden, close, fixtures, json, same_greedy};
+use common::golden::{Golden, close, fixtures, same_greedy};
+use loquat::arch::KvLayout;
 use loquat::engine::{Engine, EngineConfig, Request};
 use loquat::model::{ModelFiles, OpenOptions, SideTexts};
 use loquat::text::{AddSpecial, EncodeOptions};
+use serde_json::json;
 use std::path::Path;
 
 /// Logits at every stored position, and 32 greedy tokens, with all prompts in the engine at once. The largest error.
@@ -128,6 +130,65 @@ fn gguf_twins_give_the_same_bits() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
+/// A setting that changes the mathematics and is not carried out is an error with the field's name and its value.
+#[test]
+fn what_is_not_carried_out_is_refused_by_name() {
+    let cases = [
+        ("falcon_mqa", "alibi", json!(true)),
+        ("llama_mha_f32", "hidden_act", json!("quick_gelu")),
+        ("llama_mha_f32", "rope_scaling", json!({"rope_type": "mrope"})),
+        ("llama_mha_f32", "quantization_config", json!({"quant_method": "awq"})),
+        ("llama_mha_f32", "model_type", json!("rwkv")),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", json!(true)),
+        ("gemma3_text", "layer_types", json!(["sliding_attention", "linear_attention", "full_attention"])),
+        ("gemma3_text", "use_bidirectional_attention", json!(true)),
+        ("deepseek_v2_group", "topk_method", json!("best_of_both")),
+        ("deepseek_v2_group", "norm_topk_prob", json!(true)),
+        ("deepseek_v3", "scoring_func", json!("softmax")),
+        ("deepseek_v3", "n_group", json!(3)),
+        ("qwen3_moe", "num_experts_per_tok", json!(9)),
+        ("smollm3", "no_rope_layers", json!([1, 0])),
+        ("phi3", "partial_rotary_factor", json!(1.5)),
+    ];
+    for (folder, field, value) in cases {
+        let folder = fixtures().join("arch").join(folder);
+        let mut config = common::golden::json(&folder.join("config_v4.json"));
+        config[field] = value.clone();
+        let texts = SideTexts { config: Some(config.to_string()), ..SideTexts::default() };
+        let weights = std::fs::read(folder.join("model.safetensors")).unwrap();
+        let error = ModelFiles::from_memory("changed", weights, &texts).err().unwrap_or_else(|| panic!("{field} passed"));
+        let (text, inner) = (error.to_string(), value.as_object().and_then(|o| o.values().next()).unwrap_or(&value));
+        let shown = match inner {
+            serde_json::Value::String(s) => s.clone(),
+            serde_json::Value::Array(list) if list[0].is_string() => "linear_attention".into(),
+            serde_json::Value::Array(list) => list.len().to_string(),
+            other => other.to_string(),
+        };
+        let named = text.contains(field) || value.is_object() && text.contains(value.as_object().unwrap().keys().next().unwrap());
+        assert!((named || field == "model_type") && text.contains(&shown), "{field} = {value}: {text}");
+    }
+}
+
+/// The cache of a model with latents holds `rank + rope_dim` values a token and layer, whatever its heads are.
+#[test]
+fn a_latent_is_all_that_is_cached() {
+    let bytes = |name: &str| {
+        let files = open(&fixtures().join("arch").join(name));
+        let plan = Engine::plan(&files, &exact()).unwrap();
+        (plan.kv_bytes / (files.spec().layers.len() * exact().cache_tokens) as u64, files)
+    };
+    for name in ["deepseek_v2_lite", "deepseek_v2_group", "deepseek_v3"] {
+        let (found, files) = bytes(name);
+        let KvLayout::Latent { rank, rope_dim, nope_dim, value_dim, .. } = files.spec().layers[0].attn.layout else {
+            panic!("{name} has no latents");
+        };
+        let heads = files.spec().layers[0].attn.heads;
+        // What the same heads would take with keys and values of their own.
+        let expanded = 4 * heads * (nope_dim + rope_dim + value_dim);
+        assert_eq!((found, expanded), (4 * (rank + rope_dim) as u64, 576), "{name}");
+    }
+}
+
 #[test]
 fn every_gguf_format() {
     let list: Vec<_> = folders("gguf").into_iter().filter(|p| p.extension().is_some_and(|e| e == "gguf")).collect();
@@ -139,7 +200,7 @@ fn every_gguf_format() {
 
 #[test]
 fn tokenizers_of_gguf_files() {
-    let golden = json(&fixtures().join("gguf/tokenizers.json"));
+    let golden = common::golden::json(&fixtures().join("gguf/tokenizers.json"));
     for (file, kind) in [("llama_q4_0", "bpe"), ("llama_mixed", "spm")] {
         let files = open(&fixtures().join(format!("gguf/{file}.gguf")));
         let tokenizer = files.tokenizer().unwrap();

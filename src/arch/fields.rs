@@ -210,8 +210,8 @@ pub(super) fn upper_windows(c: &Config, spec: &mut ModelSpec) -> Result<(), Conf
     if !c.flag_or("use_sliding_window", false)? || !c.has("sliding_window") {
         return Ok(());
     }
-    let full = c.count_or("max_window_layers", Some(28))?;
-    let sliding = sliding(c, spec.layers.len(), |l| l >= full)?;
+    let full = if c.has("max_window_layers") { c.whole("max_window_layers")? } else { 28 };
+    let sliding = sliding(c, spec.layers.len(), |l| l as u64 >= full)?;
     set_windows(c, spec, &sliding)
 }
 

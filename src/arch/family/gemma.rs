@@ -19,7 +19,11 @@ pub(in crate::arch) const ARCH: Arch = Arch {
 };
 
 fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
-    // The activation has two names; the newer one counts, and the published older one was never used.
+    // The activation has two names. The first files say gelu and mean its tanh form.
+    let c = &match c.str_or("hidden_act", "gelu")? {
+        "gelu" => c.clone(),
+        _ => c.renamed(&[("hidden_act", "hidden_activation")]),
+    };
     let c = &c.or(&[("hidden_activation", Plain::Text("gelu_pytorch_tanh")), ("tie_word_embeddings", Plain::Flag(true))]);
     let shape = fields::Shape::read(c)?;
     let norm = fields::gemma_norm(c)?;

@@ -15,7 +15,7 @@ pub(in crate::arch) const ARCH: Arch = Arch {
     tensors: &[NAMES],
     stored: Stored { transposed: &[Role::Qkv, Role::AttnOut, Role::Up, Role::Down], ..Stored::USUAL },
     prefixes: &[("transformer.", "")],
-    ignored: &["attn.bias", "attn.masked_bias"],
+    ignored: &[".attn.bias", ".attn.masked_bias"],
 };
 pub(super) const NAMES: Names = &[
     (Role::Embed, "transformer.wte.weight"),

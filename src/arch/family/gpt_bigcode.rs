@@ -14,7 +14,7 @@ pub(in crate::arch) const ARCH: Arch = Arch {
     tensors: &[super::gpt2::NAMES],
     stored: Stored { grouped_qkv: true, ..Stored::USUAL },
     prefixes: &[("transformer.", "")],
-    ignored: &["attn.bias", "attn.masked_bias"],
+    ignored: &[".attn.bias", ".attn.masked_bias"],
 };
 
 fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
