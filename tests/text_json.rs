@@ -136,6 +136,12 @@ fn a_token_of_which_nothing_is_left_is_refused() {
     });
     let error = Tokenizer::from_json(file.to_string().as_bytes()).unwrap_err();
     assert!(error.to_string().contains("added_tokens[0]"), "{error}");
+    // White space that takes the white space before it, after a token that took it already.
+    file["normalizer"] = replace(json!({"Regex": "."}), "\t");
+    file["added_tokens"][0]["lstrip"] = json!(true);
+    file["added_tokens"][0]["rstrip"] = json!(true);
+    let error = Tokenizer::from_json(file.to_string().as_bytes()).unwrap_err();
+    assert!(error.to_string().contains("lstrip"), "{error}");
     file["normalizer"] = json!(null);
     assert!(Tokenizer::from_json(file.to_string().as_bytes()).is_ok());
 }

@@ -226,6 +226,11 @@ fn check_added(tokens: &[(TokenId, AddedToken)], normalizer: &[Normal]) -> Resul
             let expected = "a content of which the normalizer leaves something";
             return Err(TextError::tokenizer(format!("added_tokens[{i}]"), expected, format!("{:?}", token.content)));
         }
+        // The crate would look for it within the white space that the token before it took, and fall over what it finds.
+        if token.lstrip && string.get().chars().all(char::is_whitespace) {
+            let expected = "no lstrip for a token that is white space, as it is matched";
+            return Err(TextError::tokenizer(format!("added_tokens[{i}]"), expected, format!("{:?}", token.content)));
+        }
     }
     Ok(len)
 }
