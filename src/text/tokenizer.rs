@@ -57,7 +57,8 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Encodes `text`. Cost: linear in the text up to a logarithm, whatever the text; no thread is started.
+    /// Encodes `text`. Cost: linear in the text up to a logarithm, whatever the text, and what the patterns of a `tokenizer.json`
+    /// of its own cost; no thread is started.
     ///
     /// # Errors
     /// [`TextError::Unencodable`] where the vocabulary has no token for a byte and no unknown token; [`TextError::Tokenizer`] where
