@@ -12,8 +12,8 @@ mod common;
 
 use common::text::{OwnedVocab, fixture, ids};
 
-const PARSE: EncodeOptions = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never };
-const PLAIN: EncodeOptions = EncodeOptions { specials: Specials::Plain, add: AddSpecial::Never };
+const PARSE: EncodeOptions = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never, start: Start::Text };
+const PLAIN: EncodeOptions = EncodeOptions { specials: Specials::Plain, add: AddSpecial::Never, start: Start::Text };
 
 fn spm() -> OwnedVocab {
     OwnedVocab::from_json(&fixture("text/vocabularies.json")["spm"]["vocab"])
@@ -114,7 +114,7 @@ fn the_space_before_the_first_word() {
     assert_eq!(bare.encode("<s>a", PARSE).unwrap(), [&[1], bare.encode("a", PARSE).unwrap().as_slice()].concat());
     let text = "  two  spaces ";
     for specials in [Specials::Parse, Specials::Plain] {
-        let ids = tokenizer.encode(text, EncodeOptions { specials, add: AddSpecial::Never }).unwrap();
+        let ids = tokenizer.encode(text, EncodeOptions { specials, ..PLAIN }).unwrap();
         assert_eq!(tokenizer.decode(&ids, false), text);
     }
 }
@@ -122,7 +122,7 @@ fn the_space_before_the_first_word() {
 #[test]
 fn a_bos_is_never_doubled() {
     let tokenizer = build(&spm());
-    let auto = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Auto };
+    let auto = EncodeOptions { specials: Specials::Parse, ..EncodeOptions::default() };
     let one = tokenizer.encode("a", auto).unwrap();
     assert_eq!(one[0], 1);
     assert_eq!(tokenizer.encode("<s>a", auto).unwrap(), one);
@@ -388,7 +388,7 @@ fn post_processors_name_bos() {
          "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}]});
     let tokenizer = Tokenizer::from_json(file.to_string().as_bytes()).unwrap();
     assert_eq!((tokenizer.bos(), tokenizer.adds_bos()), (Some(1), true));
-    let auto = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Auto };
+    let auto = EncodeOptions { specials: Specials::Parse, ..EncodeOptions::default() };
     // Neither cut nor filled up, whatever the file says.
     assert_eq!(tokenizer.encode("Hello world", auto).unwrap(), [1, 42, 71, 78, 78, 81, 275, 276, 78, 70]);
     assert_eq!(tokenizer.encode("<s>Hello world", auto).unwrap(), [1, 42, 71, 78, 78, 81, 275, 276, 78, 70]);

@@ -1,6 +1,6 @@
 //! Bytes as a vocabulary, a text and ids: a tokenizer is built or refused, and one that was built keeps its promises.
 
-use loquat::text::{AddSpecial, Detokenizer, DetokenizerOptions, EncodeOptions, GgufVocab, Specials, Tokenizer};
+use loquat::text::{AddSpecial, Detokenizer, DetokenizerOptions, EncodeOptions, GgufVocab, Specials, Start, Tokenizer};
 
 /// Reads `data` as a `tokenizer.json` where it begins with a brace, else as the parts of a GGUF vocabulary.
 pub fn run(data: &[u8]) {
@@ -70,16 +70,18 @@ pub fn run(data: &[u8]) {
 fn check(tokenizer: &Tokenizer, text: &str) {
     for specials in [Specials::Plain, Specials::Parse] {
         for add in [AddSpecial::Auto, AddSpecial::Never] {
-            let Ok(ids) = tokenizer.encode(text, EncodeOptions { specials, add }) else { continue };
-            assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()), "an id outside the vocabulary");
-            let options = DetokenizerOptions { skip_special: false, ..DetokenizerOptions::default() };
-            let mut stream = Detokenizer::new(tokenizer, options).expect("there is no stop string");
-            let mut streamed = String::new();
-            for &id in &ids {
-                streamed.push_str(stream.push(id));
+            for start in [Start::Text, Start::Continuation] {
+                let Ok(ids) = tokenizer.encode(text, EncodeOptions { specials, add, start }) else { continue };
+                assert!(ids.iter().all(|&id| tokenizer.token_bytes(id).is_some()), "an id outside the vocabulary");
+                let options = DetokenizerOptions { skip_special: false, ..DetokenizerOptions::default() };
+                let mut stream = Detokenizer::new(tokenizer, options).expect("there is no stop string");
+                let mut streamed = String::new();
+                for &id in &ids {
+                    streamed.push_str(stream.push(id));
+                }
+                streamed.push_str(stream.finish());
+                assert_eq!(streamed, tokenizer.decode(&ids, false), "the stream differs from the whole");
             }
-            streamed.push_str(stream.finish());
-            assert_eq!(streamed, tokenizer.decode(&ids, false), "the stream differs from the whole");
         }
     }
     let _ = tokenizer.encode_chat(text);

@@ -6,28 +6,22 @@
 #![forbid(unsafe_code)]
 
 use super::bpe::byte_of_char;
+use super::detokenizer::Start;
+use super::steps::{Cut, Normal, Run, cut, cuts, failed, most, normals};
 use super::tokenizer::{Core, Kind, Marks, Tokenizer};
 use super::vocab::{Packed, TokenKind, Vocab, byte_of_text};
 use crate::error::TextError;
 use crate::ids::TokenId;
 use serde_json::Value;
 use tokenizers::{
-    AddedToken, AddedVocabulary, Model, ModelWrapper, NormalizedString, NormalizerWrapper, OffsetReferential, OffsetType,
-    PreTokenizer, PreTokenizerWrapper, Token,
+    AddedToken, AddedVocabulary, Model, ModelWrapper, NormalizedString, Normalizer, OffsetReferential, OffsetType, Token,
 };
-
-/// Takes a part out of the file and reads it as the type that is asked for.
-macro_rules! part {
-    ($file:expr, $name:literal) => {
-        serde_json::from_value($file[$name].take()).map_err(|e| TextError::tokenizer($name, "what its type asks for", e))
-    };
-}
 
 /// The crate's parts that turn text into tokens.
 pub(super) struct Hf {
     model: ModelWrapper,
-    normalizer: Option<NormalizerWrapper>,
-    pre_tokenizer: Option<PreTokenizerWrapper>,
+    normalizer: Vec<Normal>,
+    pre_tokenizer: Vec<Cut>,
     /// Finds every added token.
     added: AddedVocabulary,
     /// Leaves special ones in the text.
@@ -47,21 +41,22 @@ impl Tokenizer {
         let mut file: Value = serde_json::from_slice(bytes).map_err(|e| TextError::tokenizer("tokenizer.json", "JSON", e))?;
         let decoder = Decoder::read(&file["decoder"])?;
         let added_tokens = added_tokens(&file["added_tokens"])?;
-        allow(&file["normalizer"], "normalizer", NORMALIZERS)?;
-        allow(&file["pre_tokenizer"], "pre_tokenizer", PRE_TOKENIZERS)?;
+        let normalizer = normals(&file["normalizer"])?;
+        let pre_tokenizer = cuts(&file["pre_tokenizer"])?;
         check_model(&file["model"], added_tokens.len())?;
         let unknown_id = file["model"]["unk_id"].as_u64();
         let unknown_text = file["model"]["unk_token"].as_str().map(str::to_owned);
         let adds_up = file["model"]["vocab"].is_object();
 
-        let mut model: ModelWrapper = part!(file, "model")?;
+        let mut model: ModelWrapper = serde_json::from_value(file["model"].take())
+            .map_err(|e| TextError::tokenizer("model", "what its type asks for", e))?;
         model.resize_cache(0);
-        let normalizer: Option<NormalizerWrapper> = part!(file, "normalizer")?;
-        let pre_tokenizer: Option<PreTokenizerWrapper> = part!(file, "pre_tokenizer")?;
         let mut added = AddedVocabulary::new();
-        added
-            .add_tokens(added_tokens.iter().map(|(_, token)| token.clone()), &model, normalizer.as_ref())
-            .map_err(|e| TextError::tokenizer("added_tokens", "tokens that can be matched", e))?;
+        let len = check_added(&added_tokens, &normalizer)?;
+        let run = Run::new(&normalizer, Start::Text, len);
+        let done = added.add_tokens(added_tokens.iter().map(|(_, token)| token.clone()), &model, Some(&run));
+        run.finish()?;
+        done.map_err(|e| TextError::tokenizer("added_tokens", "tokens that can be matched", e))?;
         for (id, token) in &added_tokens {
             let given = added.token_to_id(&token.content, &model);
             if given != Some(*id) {
@@ -86,17 +81,20 @@ impl Tokenizer {
 }
 
 impl Hf {
-    pub(super) fn encode(&self, vocab: &Vocab, text: &str, parse: bool, out: &mut Vec<TokenId>) -> Result<(), TextError> {
+    pub(super) fn encode(
+        &self,
+        vocab: &Vocab,
+        text: &str,
+        parse: bool,
+        start: Start,
+        out: &mut Vec<TokenId>,
+    ) -> Result<(), TextError> {
         let added = if parse { &self.added } else { &self.plain };
-        let mut string = added.extract_and_normalize(self.normalizer.as_ref(), text);
-        let fail = |e: tokenizers::Error| match e.downcast::<TextError>() {
-            Ok(error) => *error,
-            Err(e) => TextError::tokenizer("text", "text that the tokenizer can cut", e),
-        };
-        if let Some(pre_tokenizer) = &self.pre_tokenizer {
-            pre_tokenizer.pre_tokenize(&mut string).map_err(fail)?;
-        }
-        string.tokenize(|piece| self.piece(vocab, piece, parse)).map_err(fail)?;
+        let run = Run::new(&self.normalizer, start, text.len());
+        let mut string = added.extract_and_normalize(Some(&run), text);
+        run.finish()?;
+        cut(&self.pre_tokenizer, &mut string, start, most(text.len()))?;
+        string.tokenize(|piece| self.piece(vocab, piece, parse)).map_err(|e| failed("text", e))?;
         for (_, _, tokens) in string.get_splits(OffsetReferential::Normalized, OffsetType::None) {
             out.extend(tokens.iter().flatten().map(|token| token.id));
         }
@@ -139,34 +137,6 @@ impl Hf {
     fn is_injected(&self, vocab: &Vocab, id: TokenId) -> bool {
         vocab.is_special(id) && self.unknown != Some(id)
     }
-}
-
-const NORMALIZERS: &[&str] =
-    &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Replace", "Prepend", "Strip", "StripAccents", "Lowercase", "ByteLevel"];
-const PRE_TOKENIZERS: &[&str] =
-    &["Sequence", "ByteLevel", "Split", "Metaspace", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "UnicodeScripts"];
-
-/// Refuses components that are not in the list, at any depth.
-fn allow(value: &Value, at: &str, known: &[&str]) -> Result<(), TextError> {
-    if value.is_null() {
-        return Ok(());
-    }
-    let kind = value["type"]
-        .as_str()
-        .filter(|kind| known.contains(kind))
-        .ok_or_else(|| TextError::tokenizer(format!("{at}.type"), format!("one of {}", known.join(", ")), &value["type"]))?;
-    // These two would need no more than a byte to make a text of any length endless work.
-    let empty = kind == "Replace" && value["pattern"]["String"].as_str() == Some("");
-    let wide = kind == "Strip" && !(value["strip_left"].is_boolean() && value["strip_right"].is_boolean());
-    if empty || wide {
-        return Err(TextError::tokenizer(at, format!("a {kind} with all its fields"), value));
-    }
-    for key in ["normalizers", "pretokenizers"] {
-        for inner in value[key].as_array().into_iter().flatten() {
-            allow(inner, at, known)?;
-        }
-    }
-    Ok(())
 }
 
 fn check_model(model: &Value, added: usize) -> Result<(), TextError> {
@@ -237,6 +207,32 @@ fn added_tokens(value: &Value) -> Result<Vec<(TokenId, AddedToken)>, TextError> 
         tokens.push((id, token));
     }
     Ok(tokens)
+}
+
+/// Refuses tokens of whose text the normalizer leaves nothing: they would be found between any two characters. Gives the length
+/// of all texts.
+fn check_added(tokens: &[(TokenId, AddedToken)], normalizer: &[Normal]) -> Result<usize, TextError> {
+    let mut len = 0_usize;
+    for (i, (_, token)) in tokens.iter().enumerate() {
+        len = len.saturating_add(token.content.len());
+        let mut string = NormalizedString::from(token.content.as_str());
+        if token.normalized {
+            let run = Run::new(normalizer, Start::Text, token.content.len());
+            let done = run.normalize(&mut string);
+            run.finish()?;
+            done.map_err(|e| failed("normalizer", e))?;
+        }
+        if string.is_empty() {
+            let expected = "a content of which the normalizer leaves something";
+            return Err(TextError::tokenizer(format!("added_tokens[{i}]"), expected, format!("{:?}", token.content)));
+        }
+        // The crate would look for it within the white space that the token before it took, and fall over what it finds.
+        if token.lstrip && string.get().chars().all(char::is_whitespace) {
+            let expected = "no lstrip for a token that is white space, as it is matched";
+            return Err(TextError::tokenizer(format!("added_tokens[{i}]"), expected, format!("{:?}", token.content)));
+        }
+    }
+    Ok(len)
 }
 
 /// How the texts of tokens become bytes.
@@ -311,7 +307,17 @@ impl Decoder {
             return out.push(text.chars().filter_map(byte_of_char));
         }
         let mut text = text.to_owned();
+        let most = text.len() * 32 + 64;
         for (pattern, content) in &self.replace {
+            let found = text.matches(pattern).count();
+            let len = (text.len() - found * pattern.len()).saturating_add(found.saturating_mul(content.len()));
+            if len > most {
+                return Err(TextError::tokenizer(
+                    "decoder",
+                    format!("a Replace that makes at most {most} bytes of {text:?}"),
+                    len,
+                ));
+            }
             text = text.replace(pattern, content);
         }
         out.push(text.bytes())

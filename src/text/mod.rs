@@ -14,6 +14,7 @@ mod gguf;
 mod hf;
 mod pre;
 mod spm;
+mod steps;
 mod tags;
 mod template;
 mod tojson;

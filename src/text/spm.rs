@@ -78,7 +78,7 @@ impl Spm {
         let prefix = line.len();
         for c in text.chars() {
             let c = if c == '\u{2581}' { ' ' } else { c };
-            if c == ' ' && self.squeeze_spaces && (line.len() == prefix || line.ends_with(' ')) {
+            if c == ' ' && self.squeeze_spaces && ((first && line.len() == prefix) || line.ends_with(' ')) {
                 continue;
             }
             line.push(c);

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::bpe::{self, Bpe};
+use super::detokenizer::Start;
 use super::hf::Hf;
 use super::spm::{self, Spm};
 use super::vocab::{Fragment, Matcher, TokenKind, Vocab};
@@ -41,6 +42,9 @@ pub struct EncodeOptions {
     pub specials: Specials,
     /// Whether BOS and EOS are added.
     pub add: AddSpecial,
+    /// Where the text stands. After other text no BOS is put before it, nor the space that a SentencePiece-style tokenizer puts
+    /// before the first word; after a special token within the text the space is put as ever.
+    pub start: Start,
 }
 
 /// Text to tokens and back. Cheap to clone: the tables are shared.
@@ -53,10 +57,12 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Encodes `text`. Cost: linear in the text up to a logarithm, whatever the text; no thread is started.
+    /// Encodes `text`. Cost: linear in the text up to a logarithm, whatever the text, and what the patterns of a `tokenizer.json`
+    /// of its own cost; no thread is started.
     ///
     /// # Errors
-    /// [`TextError::Unencodable`] where the vocabulary has no token for a byte and no unknown token.
+    /// [`TextError::Unencodable`] where the vocabulary has no token for a byte and no unknown token; [`TextError::Tokenizer`] where
+    /// a pattern of the tokenizer's file gives up on the text, or the file's rules make it many times longer.
     pub fn encode(&self, text: &str, options: EncodeOptions) -> Result<Vec<TokenId>, TextError> {
         let mut out = Vec::new();
         self.encode_into(text, options, &mut out)?;
@@ -66,28 +72,29 @@ impl Tokenizer {
     /// [`encode`](Self::encode) that replaces what is in `out`; after an error `out` is empty.
     pub fn encode_into(&self, text: &str, options: EncodeOptions, out: &mut Vec<TokenId>) -> Result<(), TextError> {
         let auto = options.add == AddSpecial::Auto;
-        let (bos, eos) = (auto && self.marks.add_bos, auto && self.marks.add_eos);
-        self.encode_marked(text, options.specials, bos, eos, out)
+        let bos = auto && self.marks.add_bos && options.start == Start::Text;
+        self.encode_marked(text, options, bos, auto && self.marks.add_eos, out)
     }
 
     /// Encodes a rendered chat template: special tokens are parsed, a BOS is put before it where the model wants one and the
     /// template did not write it, and nothing is put after it.
     pub fn encode_chat(&self, rendered: &str) -> Result<Vec<TokenId>, TextError> {
         let mut out = Vec::new();
-        self.encode_marked(rendered, Specials::Parse, self.marks.add_bos, false, &mut out)?;
+        let options = EncodeOptions { specials: Specials::Parse, ..EncodeOptions::default() };
+        self.encode_marked(rendered, options, self.marks.add_bos, false, &mut out)?;
         Ok(out)
     }
 
     fn encode_marked(
         &self,
         text: &str,
-        specials: Specials,
+        options: EncodeOptions,
         bos: bool,
         eos: bool,
         out: &mut Vec<TokenId>,
     ) -> Result<(), TextError> {
         out.clear();
-        if let Err(error) = self.core.encode(text, specials == Specials::Parse, out) {
+        if let Err(error) = self.core.encode(text, options.specials == Specials::Parse, options.start, out) {
             out.clear();
             return Err(error);
         }
@@ -269,10 +276,10 @@ impl Core {
         Ok(Core { vocab, kind, matcher, strip_first_space })
     }
 
-    fn encode(&self, text: &str, parse: bool, out: &mut Vec<TokenId>) -> Result<(), TextError> {
+    fn encode(&self, text: &str, parse: bool, start: Start, out: &mut Vec<TokenId>) -> Result<(), TextError> {
         let matcher = self.matcher.as_ref();
         match &self.kind {
-            Kind::Hf(hf) => hf.encode(&self.vocab, text, parse, out),
+            Kind::Hf(hf) => hf.encode(&self.vocab, text, parse, start, out),
             Kind::Bpe(bpe) => {
                 let mut scratch = bpe::Scratch::default();
                 matcher.expect("made with the core").split(text, parse, |fragment| match fragment {
@@ -285,7 +292,7 @@ impl Core {
             }
             Kind::Spm(spm) => {
                 let mut scratch = spm::Scratch::default();
-                let mut first = true;
+                let mut first = start == Start::Text;
                 matcher.expect("made with the core").split(text, parse, |fragment| match fragment {
                     Fragment::Token(id) => {
                         out.push(id);

@@ -92,7 +92,7 @@ impl OwnedVocab {
 /// Checks a tokenizer and a template against a golden file: `strings` with ids and decoded texts, special tokens parsed and no
 /// BOS added; `chat` with messages, rendered texts and ids.
 pub fn check_golden_text(tokenizer: &Tokenizer, template: &ChatTemplate, golden: &Value) {
-    let options = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never };
+    let options = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never, ..EncodeOptions::default() };
     for case in golden["strings"].as_array().unwrap() {
         let (text, expected) = (case["text"].as_str().unwrap(), ids(&case["ids"]));
         assert_eq!(tokenizer.encode(text, options).unwrap(), expected, "{text:?}");
