@@ -71,8 +71,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let mut model = Transformer::load(backend, &files, limits, &mut no_progress)?;
 
     let want = Want { logits: true, hidden };
-    let mut results = Logits::with_capacity(limits.batch.rows, files.spec(), want);
-    let mut batch = Batch::new(BLOCK_SIZE, limits.batch);
+    let mut results = Logits::with_capacity(limits.batch.rows, files.spec(), want)?;
+    let mut batch = Batch::new(BLOCK_SIZE, limits.batch)?;
     let table: Vec<BlockId> = (0..blocks as u32).map(BlockId).collect();
     let (mut logits, mut states, mut rows) = (Vec::new(), Vec::new(), 0);
     for start in (0..ids.len()).step_by(CHUNK) {

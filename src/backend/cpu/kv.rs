@@ -52,9 +52,12 @@ impl CpuKv {
     /// A cache of zeros.
     ///
     /// # Errors
-    /// Where the memory is not to be had.
+    /// Where the memory is not to be had, or a block is no power of two of whole vectors.
     pub(super) fn new(shape: &KvShape) -> Result<Self, RunError> {
-        assert!(shape.block_size.is_power_of_two() && shape.block_size >= LANES, "blocks of {} tokens", shape.block_size);
+        if !shape.block_size.is_power_of_two() || shape.block_size < LANES {
+            let message = format!("cache blocks: expected a power of two of at least {LANES} tokens, found {}", shape.block_size);
+            return Err(RunError::Device { device: "CPU".into(), message });
+        }
         let refused = || RunError::Device {
             device: "CPU".into(),
             message: format!("no memory for a cache of {} blocks of {} tokens", shape.blocks, shape.block_size),
@@ -265,5 +268,9 @@ mod tests {
         let shape = KvShape { layers, blocks: usize::MAX / 64, block_size: 16, dtype: KvDType::F16 };
         assert_eq!(CpuKv::bytes(&shape), None);
         assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { .. })));
+        for block_size in [0, 8, 17] {
+            let shape = KvShape { block_size, blocks: 2, ..shape.clone() };
+            assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { message, .. }) if message.contains("blocks: expected")));
+        }
     }
 }

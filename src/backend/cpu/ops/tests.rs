@@ -102,7 +102,7 @@ fn embed_linear_gather_and_scale() {
         tokens.iter().flat_map(|&t| table[t as usize * k..][..k].iter().map(|&v| f64::from(v) * 2.5)).collect();
     let begin = |cpu: &mut Cpu| {
         let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16)).unwrap();
-        let mut batch = Batch::new(16, LIMITS);
+        let mut batch = Batch::new(16, LIMITS).unwrap();
         let item = BatchItem { tokens: &tokens, start: 0, total: 5, blocks: &[BlockId(0)], rows: RowsWanted::Last };
         batch.push(item).unwrap();
         cpu.begin(&batch, &mut step).unwrap();
@@ -248,7 +248,7 @@ fn attention_over_the_cache() {
                 let mut kv = cpu.kv(&kv_shape).unwrap();
                 let mut step = cpu.step(&LIMITS, 32, &kv_shape).unwrap();
                 let mut out = cpu.buf(LIMITS.tokens * q_len).unwrap();
-                let mut batch = Batch::new(16, LIMITS);
+                let mut batch = Batch::new(16, LIMITS).unwrap();
                 let tokens = [0u32; 64];
                 let mut run = |cpu: &mut Cpu, kv: &mut CpuKv, items: &[(usize, usize, usize, &[BlockId])]| {
                     batch.clear();
@@ -350,7 +350,7 @@ fn a_batch_beyond_the_step_is_refused() {
     let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
     let small = BatchLimits { tokens: 2, ..LIMITS };
     let mut step = cpu.step(&small, 32, &shape(KvDType::F16)).unwrap();
-    let mut batch = Batch::new(16, LIMITS);
+    let mut batch = Batch::new(16, LIMITS).unwrap();
     let item = BatchItem { tokens: &[1, 2, 3], start: 0, total: 3, blocks: &[BlockId(0)], rows: RowsWanted::Last };
     batch.push(item).unwrap();
     assert_eq!(cpu.begin(&batch, &mut step), Err(RunError::BatchTooLarge { what: "tokens", found: 3, limit: 2 }));
