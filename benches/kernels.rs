@@ -1,13 +1,13 @@
-//! Matrix products of every kernel tier, weight format and batch height on one thread. One row reads weights (GB/s of
-//! weights), many rows compute (elements are multiply-adds). Every result is compared with the scalar tier's before it is
-//! timed: all tiers give the same bits.
+//! Matrix products of every kernel tier, weight format and batch height on one thread, mixtures of experts and norms of heads.
+//! One row reads weights (GB/s of weights), many rows compute (elements are multiply-adds). Every result is compared with the
+//! scalar tier's before it is timed: all tiers give the same bits.
 //!
 //! `cargo bench --bench kernels -- 'avx2/Q4_0'` picks some.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use loquat::arch::AttnDims;
+use loquat::arch::{Activation, AttnDims, Glu, NormSpec, RouteSpec, Score};
 use loquat::backend::cpu::{Cpu, CpuBuf, CpuOptions, CpuStep, CpuWeight};
-use loquat::backend::{Backend, KvShape, RowOrder, WeightPart};
+use loquat::backend::{Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
 use loquat::batch::BatchLimits;
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
@@ -34,6 +34,18 @@ const FORMATS: [FormatId; 11] = [
     FormatId::Q6K,
 ];
 
+const MOE: MoeShape = MoeShape { experts: 32, top_k: 4, intermediate: 384, hidden: N };
+const ROUTE: RouteSpec = RouteSpec {
+    experts: MOE.experts,
+    top_k: MOE.top_k,
+    score: Score::Softmax,
+    groups: None,
+    correction: false,
+    normalize: true,
+    scale: 1.0,
+};
+const HEADS: Heads = Heads { stride: N, offset: 0, heads: N / 128, dim: 128 };
+
 struct Device {
     cpu: Cpu,
     step: CpuStep,
@@ -47,16 +59,20 @@ impl Device {
         let mut cpu = Cpu::new(&options).expect("a tier of this machine");
         let rows = ROWS[ROWS.len() - 1];
         let limits = BatchLimits { tokens: rows, seqs: 1, blocks: 1, rows };
-        let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16 };
+        let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
         let kv = KvShape { layers: vec![dims], blocks: 1, block_size: 16, dtype: KvDType::F16 };
-        let step = cpu.step(&limits, K, &kv).expect("memory");
+        let step = cpu.step(&limits, K, &kv, &MOE).expect("memory");
         let (mut x, out) = (cpu.buf(rows * K).expect("memory"), cpu.buf(rows * N).expect("memory"));
         cpu.upload(&values(rows * K, 2), &mut x).expect("an upload");
         Device { cpu, step, x, out }
     }
 
     fn weight(&mut self, format: FormatId, bytes: &[u8]) -> CpuWeight {
-        let view = TensorView { format, shape: &[N, K], bytes };
+        self.matrix(format, &[N, K], bytes)
+    }
+
+    fn matrix(&mut self, format: FormatId, shape: &[usize; 2], bytes: &[u8]) -> CpuWeight {
+        let view = TensorView { format, shape, bytes };
         self.cpu.weight(&[WeightPart { name: "w", view, order: RowOrder::Natural }]).expect("a matrix")
     }
 
@@ -66,9 +82,51 @@ impl Device {
 
     fn result(&mut self, rows: usize, w: &CpuWeight) -> Vec<u32> {
         self.run(rows, w);
+        self.out(rows)
+    }
+
+    fn out(&mut self, rows: usize) -> Vec<u32> {
         let mut out = vec![0.0; rows * N];
         self.cpu.download(&self.out, &mut out).expect("a download");
         out.into_iter().map(f32::to_bits).collect()
+    }
+}
+
+/// Experts, and the routers' logits for every row.
+struct Mixture {
+    experts: Vec<Expert<Cpu>>,
+    scores: CpuBuf,
+}
+
+impl Mixture {
+    fn new(device: &mut Device) -> Self {
+        let bytes = quant::encode(FormatId::Q4_0, &values(16 * N, 3), N).expect("a format that can be written");
+        let wide = bytes.repeat(2 * MOE.intermediate / 16);
+        let experts = (0..MOE.experts)
+            .map(|_| Expert {
+                gate_up: device.matrix(FormatId::Q4_0, &[2 * MOE.intermediate, N], &wide),
+                gate_up_bias: None,
+                down: device.matrix(FormatId::Q4_0, &[N, MOE.intermediate], &wide[..wide.len() / 2]),
+                down_bias: None,
+            })
+            .collect();
+        let logits = values(ROWS[3] * MOE.experts, 4);
+        let mut scores = device.cpu.buf(logits.len()).expect("memory");
+        device.cpu.upload(&logits, &mut scores).expect("an upload");
+        Mixture { experts, scores }
+    }
+
+    fn run(&self, device: &mut Device, rows: usize) {
+        let args = MoeArgs {
+            route: &ROUTE,
+            scores: &self.scores,
+            correction: None,
+            experts: &self.experts,
+            intermediate: MOE.intermediate,
+            hidden: N,
+            glu: Glu::Act(Activation::Silu),
+        };
+        device.cpu.moe(rows, &device.x, &args, &mut device.step, &mut device.out).expect("a mixture");
     }
 }
 
@@ -112,5 +170,53 @@ fn matmul(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, matmul);
+fn mixture(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("moe");
+    group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
+    let mut truth = Device::new("scalar");
+    let scalar = Mixture::new(&mut truth);
+    for tier in Cpu::tiers() {
+        let mut device = Device::new(tier);
+        let moe = Mixture::new(&mut device);
+        let expert_bytes = device.cpu.weight_bytes(FormatId::Q4_0, 3 * MOE.intermediate, N);
+        for rows in ROWS {
+            scalar.run(&mut truth, rows);
+            moe.run(&mut device, rows);
+            assert!(device.out(rows) == truth.out(rows), "{tier} mixture of {rows} rows: other bits");
+            group.throughput(match rows {
+                1 => Throughput::Bytes(MOE.top_k as u64 * expert_bytes),
+                _ => Throughput::Elements((rows * MOE.top_k * 3 * MOE.intermediate * N) as u64),
+            });
+            group.bench_function(format!("{tier}/Q4_0/{rows}"), |b| b.iter(|| moe.run(&mut device, rows)));
+        }
+    }
+    group.finish();
+}
+
+fn norm_heads(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("norm_heads");
+    group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
+    let norm = NormSpec::rms(1e-6);
+    let mut first = None;
+    for tier in Cpu::tiers() {
+        let mut device = Device::new(tier);
+        let mut weight = device.cpu.buf(HEADS.dim).expect("memory");
+        device.cpu.upload(&[1.0; HEADS.dim], &mut weight).expect("an upload");
+        device.cpu.upload(&values(ROWS[3] * N, 5), &mut device.out).expect("an upload");
+        let run = |device: &mut Device, rows| {
+            device.cpu.norm_heads(rows, &mut device.out, HEADS, &norm, &weight).expect("norms");
+        };
+        run(&mut device, ROWS[3]);
+        let result = device.out(ROWS[3]);
+        assert!(*first.get_or_insert_with(|| result.clone()) == result, "{tier} norms of heads: other bits");
+        for rows in [1, ROWS[3]] {
+            // Read and written.
+            group.throughput(Throughput::Bytes((8 * rows * N) as u64));
+            group.bench_function(format!("{tier}/{rows}"), |b| b.iter(|| run(&mut device, rows)));
+        }
+    }
+    group.finish();
+}
+
+criterion_group!(benches, matmul, mixture, norm_heads);
 criterion_main!(benches);

@@ -106,9 +106,10 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
             }
             out.flush()?;
             if interrupted.load(Ordering::Relaxed) {
-                session.stop(&mut engine)?;
+                // What is left of the answer comes with the next polls.
+                session.stop(&mut engine);
+                interrupted.store(false, Ordering::Relaxed);
                 write!(out, " [stopped]")?;
-                break;
             }
         }
         writeln!(out)?;

@@ -311,6 +311,9 @@ pub enum TextError {
         /// What was given.
         found: String,
     },
+    /// Raw text and messages in one conversation: the template would have to leave the raw text out.
+    #[error("the conversation holds raw text: messages need a session of their own")]
+    Mixed,
     /// The model came without what was asked for.
     #[error("the model has no {what}")]
     Absent {
@@ -453,6 +456,12 @@ pub enum RunError {
         expected: String,
         /// What is there.
         found: String,
+    },
+    /// The policy plans nothing and asks for no later call, though the sequence has not ended.
+    #[error("sequence {seq} has not ended, and the scheduler plans nothing for it")]
+    Stalled {
+        /// The sequence.
+        seq: SeqId,
     },
     /// The device failed.
     #[error("{device}: {message}")]

@@ -5,16 +5,18 @@
 //! push / say -> start -> [engine steps] -> poll -> text          generate = start, then steps and polls
 //! ```
 //!
-//! Invariant: `tokens` is what the conversation is; what the engine holds for it is a prefix of that, plus what it generates
-//! now.
+//! Invariants: `tokens` is what the conversation is; what the engine holds for it is a prefix of that, plus what it generates
+//! now. Nothing here waits: only [`Generate`] steps the engine.
 #![forbid(unsafe_code)]
 
-use crate::engine::{Engine, EventKind, FinishReason, Held, Request};
-use crate::error::{Error, SubmitError, TextError};
+use crate::engine::{Engine, EventKind, FinishReason, Held, Request, Status};
+use crate::error::{Error, RunError, SubmitError, TextError};
 use crate::ids::{SeqId, TokenId};
 use crate::model::ModelFiles;
 use crate::sample::SamplingParams;
-use crate::text::{ChatTemplate, Detokenizer, DetokenizerOptions, EncodeOptions, Message, RenderOptions, Start, Tokenizer};
+use crate::text::{
+    AddSpecial, ChatTemplate, Detokenizer, DetokenizerOptions, EncodeOptions, Message, RenderOptions, Start, Tokenizer,
+};
 
 /// How to answer.
 #[derive(Clone, Debug)]
@@ -58,6 +60,9 @@ pub enum Polled {
 }
 
 /// See the module's documentation. Dropping it frees its sequence at the engine's next call.
+///
+/// A session may be passed another engine than before: the conversation moves there and is computed anew, and an answer under way
+/// in the old one ends with what was polled of it.
 pub struct Session {
     tokenizer: Tokenizer,
     template: Option<ChatTemplate>,
@@ -68,6 +73,10 @@ pub struct Session {
     /// The sequence in the engine, and how many of `tokens` it was given or made.
     held: Option<Held>,
     sent: usize,
+    /// Pushed while an answer was under way, and after it.
+    queued: Vec<TokenId>,
+    /// Some of the conversation is raw text.
+    raw: bool,
     messages: Vec<Message>,
     /// Of the messages, those that an answer was started to, and the answers.
     said: usize,
@@ -103,6 +112,8 @@ impl Session {
             tokens: Vec::new(),
             held: None,
             sent: 0,
+            queued: Vec::new(),
+            raw: false,
             messages: Vec::new(),
             said: 0,
             answer: None,
@@ -118,23 +129,24 @@ impl Session {
     }
 
     /// Appends raw text, without a template. BOS goes before the first of it where the model wants one; the texts of special
-    /// tokens in it are text.
+    /// tokens in it are text. While an answer is under way the text waits for its end. A conversation is of raw text or of
+    /// messages: see [`TextError::Mixed`].
     ///
     /// # Errors
     /// [`TextError`] where the vocabulary cannot express it.
     pub fn push(&mut self, text: &str) -> Result<(), TextError> {
-        let mut options = EncodeOptions::default();
-        if !self.tokens.is_empty() {
-            options.add = crate::text::AddSpecial::Never;
-        }
-        let more = self.tokenizer.encode(text, options)?;
-        self.tokens.extend(more);
+        let first = self.tokens.is_empty() && self.queued.is_empty();
+        let add = if first { AddSpecial::Auto } else { AddSpecial::Never };
+        let more = self.tokenizer.encode(text, EncodeOptions { add, ..EncodeOptions::default() })?;
+        self.push_tokens(&more);
         Ok(())
     }
 
-    /// Appends tokens.
+    /// [`push`](Self::push) of tokens.
     pub fn push_tokens(&mut self, tokens: &[TokenId]) {
-        self.tokens.extend_from_slice(tokens);
+        let end = if self.answer.is_some() { &mut self.queued } else { &mut self.tokens };
+        end.extend_from_slice(tokens);
+        self.raw |= !tokens.is_empty();
     }
 
     /// Appends a message to the conversation, to be rendered by the model's chat template when the next answer starts.
@@ -179,35 +191,37 @@ impl Session {
     }
 
     /// Starts an answer to what was pushed or said; step the engine and [`poll`](Self::poll) for it. Tokens that the engine
-    /// still has cached are not run again. An answer still under way is [stopped](Self::stop) first.
+    /// still has cached are not run again. It gets as many tokens as the options say, or as the engine has room for. An answer
+    /// still under way is [stopped](Self::stop) first.
     ///
     /// # Errors
-    /// [`SubmitError`] where the conversation does not fit, [`TextError`] from the chat template; the conversation is as it
-    /// was.
+    /// [`SubmitError`] where the conversation does not fit, [`TextError`] from the chat template or for a conversation of both
+    /// raw text and messages; the conversation is as it was.
     pub fn start(&mut self, engine: &mut Engine, options: &GenerateOptions) -> Result<(), Error> {
-        self.stop(engine)?;
+        self.settle(engine);
         let chat = self.messages.len() > self.said;
-        let tokens = if chat { self.rendered()? } else { self.tokens.clone() };
+        let tokens = match (chat, self.raw) {
+            (true, true) => return Err(TextError::Mixed.into()),
+            (true, false) => self.rendered()?,
+            (false, _) => self.tokens.clone(),
+        };
+        if tokens.is_empty() {
+            return Err(SubmitError::EmptyPrompt.into());
+        }
         let detokenizer = Detokenizer::new(
             &self.tokenizer,
-            DetokenizerOptions {
-                skip_special: !options.show_special,
-                start: if tokens.is_empty() { Start::Text } else { Start::Continuation },
-                stop: options.stop.clone(),
-            },
+            DetokenizerOptions { skip_special: !options.show_special, start: Start::Continuation, stop: options.stop.clone() },
         )?;
+        let room = engine.max_len().saturating_sub(tokens.len()).max(1);
         let request = |tokens: &[TokenId]| Request {
             sampling: options.sampling.clone(),
             stop_tokens: if options.ignore_end { Vec::new() } else { self.end_ids.clone() },
             priority: options.priority,
             hold: true,
-            ..Request::new(tokens, options.max_tokens)
+            ..Request::new(tokens, options.max_tokens.min(room))
         };
-        match self.held.as_ref().map(Held::seq).filter(|&seq| engine.view(seq).is_some()) {
+        match self.here(engine) {
             Some(seq) => {
-                if tokens.is_empty() {
-                    return Err(SubmitError::EmptyPrompt.into());
-                }
                 // A template may render earlier turns anew: what differs is forgotten and run again.
                 let same = self.tokens[..self.sent].iter().zip(&tokens).take_while(|(a, b)| a == b).count();
                 if same < self.sent {
@@ -230,18 +244,27 @@ impl Session {
         Ok(())
     }
 
-    /// The next piece of the answer, if the engine has made one. Never steps the engine.
+    /// The next piece of the answer, if the engine has made one. Never steps the engine. Where the engine no longer has the
+    /// answer's sequence, the answer is done: [`FinishReason::Cancelled`].
     ///
     /// # Errors
     /// None of its own today; the signature leaves room for devices that fail late.
     pub fn poll(&mut self, engine: &mut Engine) -> Result<Polled, Error> {
-        let Some(seq) = self.seq() else { return Ok(Polled::Done(self.last.clone())) };
         while let Some(answer) = &mut self.answer {
             if let Some(reason) = answer.ended.take() {
                 self.close_answer(reason.clone());
                 return Ok(Polled::Done(reason));
             }
-            let Some(event) = engine.next_event_of(seq) else { return Ok(Polled::Pending) };
+            let seq = self.held.as_ref().map(Held::seq);
+            let event =
+                seq.filter(|_| self.held.as_ref().is_some_and(|h| engine.is_mine(h))).and_then(|s| engine.next_event_of(s));
+            let Some(event) = event else {
+                if self.here(engine).is_some() {
+                    return Ok(Polled::Pending);
+                }
+                self.lose();
+                continue;
+            };
             let text = match event.kind {
                 EventKind::Token { token, .. } => {
                     self.tokens.push(token);
@@ -251,7 +274,7 @@ impl Session {
                     let text = answer.detokenizer.push(token).to_owned();
                     if answer.detokenizer.stopped() != stopped {
                         // The engine knows no stop strings. Its last event comes at once, or with the step under way.
-                        let _ = engine.stop(seq);
+                        let _ = engine.stop(event.seq);
                     }
                     text
                 }
@@ -278,55 +301,56 @@ impl Session {
         Ok(Generate { session: self, engine, done: false })
     }
 
-    /// Stops the answer under way, if there is one. What was generated stays part of the conversation.
-    ///
-    /// # Errors
-    /// [`RunError`](crate::RunError) where the engine is in the middle of a step that cannot be completed.
-    pub fn stop(&mut self, engine: &mut Engine) -> Result<(), Error> {
-        if let (Some(_), Some(seq)) = (&self.answer, self.seq()) {
+    /// Asks the engine to end the answer under way, if there is one; [`poll`](Self::poll) gives what is left of it and then
+    /// [`Polled::Done`]. Does not wait: in the middle of a step that other sequences take part in, the end comes with the step.
+    /// What was generated stays part of the conversation.
+    pub fn stop(&mut self, engine: &mut Engine) {
+        if let (Some(_), Some(seq)) = (&self.answer, self.here(engine)) {
             // It may have ended by itself: its last event waits then.
             let _ = engine.stop(seq);
-        } else {
-            return Ok(());
-        }
-        // A step under way has to be completed before its tokens are known.
-        loop {
-            match self.poll(engine)? {
-                Polled::Done(_) => return Ok(()),
-                Polled::Text(_) => {}
-                Polled::Pending => _ = engine.step()?,
-            }
         }
     }
 
-    /// Forgets everything from token `len` on. Messages are forgotten altogether: what is kept is raw text from here on.
+    /// Forgets everything from token `len` on; an answer under way is stopped. Messages are forgotten altogether: what is kept is
+    /// raw text from here on. To take back turns of a chat, see [`truncate_messages`](Self::truncate_messages).
     ///
     /// # Errors
     /// [`SubmitError::Parameter`] where there are fewer tokens.
     pub fn truncate(&mut self, engine: &mut Engine, len: usize) -> Result<(), Error> {
+        self.settle(engine);
         if len > self.tokens.len() {
             let found = format!("{len} of {}", self.tokens.len());
             return Err(SubmitError::Parameter { name: "len", expected: "at most the conversation's length", found }.into());
         }
-        self.stop(engine)?;
         let keep = len.min(self.sent);
-        if let Some(seq) = self.seq().filter(|&seq| engine.view(seq).is_some()) {
+        if let Some(seq) = self.here(engine) {
             engine.truncate(seq, keep)?;
         }
         self.tokens.truncate(len);
         self.sent = keep;
         self.messages.clear();
         self.said = 0;
+        self.raw = len > 0;
         Ok(())
     }
 
-    /// A second session with the same conversation. Both share what is cached until one of them goes on.
+    /// Forgets the messages from `len` on; an answer under way is stopped. What the remaining ones have cached is found again by
+    /// the next answer.
+    pub fn truncate_messages(&mut self, engine: &mut Engine, len: usize) {
+        self.settle(engine);
+        self.messages.truncate(len);
+        // The last message may want an answer again.
+        self.said = self.said.min(len.saturating_sub(1));
+    }
+
+    /// A second session with the same conversation; an answer under way is stopped. Both share what is cached until one of them
+    /// goes on.
     ///
     /// # Errors
     /// [`SubmitError::QueueFull`].
     pub fn fork(&mut self, engine: &mut Engine) -> Result<Session, Error> {
-        self.stop(engine)?;
-        let held = match self.seq().filter(|&seq| engine.view(seq).is_some()) {
+        self.settle(engine);
+        let held = match self.here(engine) {
             Some(seq) => {
                 let copy = engine.fork(seq)?;
                 Some(engine.own(copy))
@@ -341,6 +365,8 @@ impl Session {
             tokens: self.tokens.clone(),
             sent: if held.is_some() { self.sent } else { 0 },
             held,
+            queued: Vec::new(),
+            raw: self.raw,
             messages: self.messages.clone(),
             said: self.said,
             answer: None,
@@ -348,6 +374,35 @@ impl Session {
             generated: self.generated,
             reused: self.reused,
         })
+    }
+
+    /// Ends an answer under way at once. Where the engine cannot end it before others have finished their step, its sequence is
+    /// given up and the conversation computed anew later.
+    fn settle(&mut self, engine: &mut Engine) {
+        self.stop(engine);
+        while self.answer.is_some() {
+            if let Ok(Polled::Pending) | Err(_) = self.poll(engine) {
+                self.held = None;
+                self.lose();
+            }
+        }
+        // Of a sequence in another engine, or one that is gone, nothing is left to go on from.
+        if self.here(engine).is_none() {
+            self.held = None;
+            self.sent = 0;
+        }
+    }
+
+    /// The engine has nothing more of the answer under way.
+    fn lose(&mut self) {
+        self.held = None;
+        self.sent = 0;
+        self.close_answer(FinishReason::Cancelled);
+    }
+
+    /// The session's sequence, if it is one of this engine's.
+    fn here(&self, engine: &Engine) -> Option<SeqId> {
+        self.held.as_ref().and_then(|held| engine.owned(held))
     }
 
     /// The conversation as tokens, by the template.
@@ -363,6 +418,7 @@ impl Session {
             self.messages.insert(self.said, Message::new("assistant", answer.text));
             self.said += 1;
         }
+        self.tokens.append(&mut self.queued);
         self.last = reason;
     }
 }
@@ -381,38 +437,44 @@ impl Generate<'_> {
     }
 }
 
+impl Generate<'_> {
+    /// Waits, in the middle of a step or for the policy, until the answer has more. Nothing else that this thread does could
+    /// bring it on.
+    fn advance(&mut self) -> Result<Option<String>, Error> {
+        loop {
+            match self.session.poll(self.engine)? {
+                Polled::Text(text) => return Ok(Some(text)),
+                Polled::Done(FinishReason::Failed(error)) => return Err(error.into()),
+                Polled::Done(_) => return Ok(None),
+                Polled::Pending => {}
+            }
+            match self.engine.step()? {
+                Status::Idle(Some(when)) => std::thread::sleep(when.saturating_sub(self.engine.now())),
+                Status::Idle(None) => match self.session.seq() {
+                    Some(seq) => return Err(RunError::Stalled { seq }.into()),
+                    None => return Ok(None),
+                },
+                _ => {}
+            }
+        }
+    }
+}
+
 impl Iterator for Generate<'_> {
     type Item = Result<String, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        while !self.done {
-            match self.session.poll(self.engine) {
-                Ok(Polled::Text(text)) => return Some(Ok(text)),
-                Ok(Polled::Pending) => {
-                    if let Err(error) = self.engine.step() {
-                        self.done = true;
-                        return Some(Err(error.into()));
-                    }
-                }
-                Ok(Polled::Done(reason)) => {
-                    self.done = true;
-                    if let FinishReason::Failed(error) = reason {
-                        return Some(Err(error.into()));
-                    }
-                }
-                Err(error) => {
-                    self.done = true;
-                    return Some(Err(error));
-                }
-            }
+        if self.done {
+            return None;
         }
-        None
+        let next = self.advance().transpose();
+        self.done = !matches!(next, Some(Ok(_)));
+        next
     }
 }
 
 impl Drop for Generate<'_> {
     fn drop(&mut self) {
-        // Nothing can be reported from here; a device that fails now fails at the next call again.
-        let _ = self.session.stop(self.engine);
+        self.session.settle(self.engine);
     }
 }

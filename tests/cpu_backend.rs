@@ -3,9 +3,9 @@
 #![allow(clippy::unwrap_used)]
 
 use loquat::BlockId;
-use loquat::arch::{Activation, AttnDims, NormSpec, RopeStyle};
+use loquat::arch::{Activation, AttnDims, Glu, Groups, NormSpec, RopeStyle, RouteSpec, Score};
 use loquat::backend::cpu::{Compute, Cpu, CpuOptions};
-use loquat::backend::{AttnArgs, Backend, Heads, KvShape, RowOrder, WeightPart};
+use loquat::backend::{AttnArgs, Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
 use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
@@ -38,8 +38,18 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const HIDDEN: usize = 256;
-const DIMS: AttnDims = AttnDims { heads: 4, kv_heads: 2, qk_dim: 64, v_dim: 64 };
+const DIMS: AttnDims = AttnDims { heads: 4, kv_heads: 2, qk_dim: 64, v_dim: 64, v_in_k: false };
 const LIMITS: BatchLimits = BatchLimits { tokens: 40, seqs: 8, blocks: 64, rows: 8 };
+const MOE: MoeShape = MoeShape { experts: 8, top_k: 3, intermediate: 128, hidden: HIDDEN };
+const ROUTE: RouteSpec = RouteSpec {
+    experts: MOE.experts,
+    top_k: MOE.top_k,
+    score: Score::Sigmoid,
+    groups: Some(Groups { count: 4, top: 2, best: 2 }),
+    correction: true,
+    normalize: true,
+    scale: 2.5,
+};
 
 fn kv_shape() -> KvShape {
     KvShape { layers: vec![DIMS], blocks: 32, block_size: 16, dtype: KvDType::F16 }
@@ -62,8 +72,21 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
     let up = matrix(&mut cpu, &[FormatId::Q4K, FormatId::Q8_0], HIDDEN, HIDDEN);
     let down = matrix(&mut cpu, &[FormatId::F16], HIDDEN, HIDDEN);
     let table = matrix(&mut cpu, &[FormatId::Q8_0], 64, HIDDEN);
+    let positions = matrix(&mut cpu, &[FormatId::F16], 64, HIDDEN);
+    let per_head: Vec<_> = (0..4).map(|_| matrix(&mut cpu, &[FormatId::Q8_0], 32, 64)).collect();
+    let experts: Vec<_> = (0..MOE.experts)
+        .map(|_| Expert {
+            gate_up: matrix(&mut cpu, &[FormatId::Q4_0, FormatId::F16], 128, HIDDEN),
+            gate_up_bias: Some(cpu.buf(256).unwrap()),
+            down: matrix(&mut cpu, &[FormatId::Q8_0], HIDDEN, 128),
+            down_bias: None,
+        })
+        .collect();
+    let router = matrix(&mut cpu, &[FormatId::F32], MOE.experts, HIDDEN);
+    let (mut scores, correction) = (cpu.buf(LIMITS.tokens * MOE.experts).unwrap(), cpu.buf(MOE.experts).unwrap());
+    let sinks = cpu.buf(DIMS.heads).unwrap();
     let mut kv = cpu.kv(&kv_shape()).unwrap();
-    let mut step = cpu.step(&LIMITS, HIDDEN, &kv_shape()).unwrap();
+    let mut step = cpu.step(&LIMITS, HIDDEN, &kv_shape(), &MOE).unwrap();
     let t = LIMITS.tokens;
     let mut buf = |n| cpu.buf(n).unwrap();
     let (mut x, mut y, mut wide, mut last) = (buf(t * HIDDEN), buf(t * HIDDEN), buf(t * 2 * HIDDEN), buf(t * HIDDEN));
@@ -93,14 +116,31 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
         let heads = |offset, heads| Heads { stride: 2 * HIDDEN, offset, heads, dim: 64 };
         cpu.begin(&batch, &mut step).unwrap();
         cpu.embed(&step, &table, 1.0, &mut x).unwrap();
+        cpu.embed_positions(&step, &positions, &mut x).unwrap();
         cpu.add_norm(rows, HIDDEN, &mut x, None, &spec, &norm, None, &mut y).unwrap();
         cpu.linear(rows, &y, &qkv, None, &mut step, &mut wide).unwrap();
+        cpu.norm_heads(rows, &mut wide, heads(0, 4), &spec, &norm).unwrap();
         cpu.rope(rows, &mut wide, heads(0, 6), &angles, 64, RopeStyle::HalfSplit).unwrap();
         cpu.kv_write(&step, &wide, heads(256, 2), heads(384, 2), &mut kv, 0).unwrap();
-        cpu.attention(&mut step, &args, &wide, heads(0, 4), &kv, 0, &mut y).unwrap();
-        cpu.add_norm(rows, HIDDEN, &mut x, Some(&y), &spec, &norm, None, &mut last).unwrap();
+        cpu.attention(&mut step, &args, &wide, heads(0, 4), &kv, 0, Some(&sinks), &mut y).unwrap();
+        let to = Heads { stride: 2 * HIDDEN, offset: 0, heads: 4, dim: 32 };
+        cpu.linear_heads(rows, &y, Heads { stride: HIDDEN, ..heads(0, 4) }, &per_head, &mut step, &mut wide, to).unwrap();
+        cpu.add_norm(rows, HIDDEN, &mut x, Some((&y, 0.5)), &spec, &norm, None, &mut last).unwrap();
         cpu.linear(rows, &last, &up, Some(&bias), &mut step, &mut wide).unwrap();
-        cpu.gate(rows, HIDDEN, Activation::Silu, &wide, &mut y).unwrap();
+        cpu.gate(rows, HIDDEN, Glu::Act(Activation::Silu), &wide, &mut y).unwrap();
+        cpu.activate(rows * HIDDEN, Activation::Gelu, &mut y).unwrap();
+        cpu.linear(rows, &y, &router, None, &mut step, &mut scores).unwrap();
+        let moe = MoeArgs {
+            route: &ROUTE,
+            scores: &scores,
+            correction: Some(&correction),
+            experts: &experts,
+            intermediate: 128,
+            hidden: HIDDEN,
+            glu: Glu::Clamped { alpha: 1.702, limit: 7.0 },
+        };
+        cpu.moe(rows, &y, &moe, &mut step, &mut wide).unwrap();
+        cpu.add(rows * HIDDEN, &mut y, &wide, 1.0).unwrap();
         cpu.gather(&step, HIDDEN, &y, &mut last).unwrap();
         cpu.linear(items, &last, &down, None, &mut step, &mut logits).unwrap();
         cpu.scale_cap(items * HIDDEN, 0.5, Some(30.0), &mut logits).unwrap();
@@ -148,8 +188,8 @@ fn plans_hold_and_dropping_gives_everything_back() {
     assert!((planned..planned + SLACK).contains(&grown(at)), "cache: {planned} planned, {} allocated", grown(at));
 
     let at = BYTES.load(Ordering::SeqCst);
-    let step = cpu.step(&LIMITS, HIDDEN, &kv_shape()).unwrap();
-    let planned = cpu.step_bytes(&LIMITS, HIDDEN, &kv_shape());
+    let step = cpu.step(&LIMITS, HIDDEN, &kv_shape(), &MOE).unwrap();
+    let planned = cpu.step_bytes(&LIMITS, HIDDEN, &kv_shape(), &MOE);
     assert!((planned..planned + SLACK).contains(&grown(at)), "step: {planned} planned, {} allocated", grown(at));
 
     // Large matrices have chunks of their own.

@@ -331,6 +331,8 @@ fn stopped_in_a_step_that_fails() {
         let mut s = Stubborn::new(FakeSizes::default(), &faults);
         let p = prompt(3, 5);
         let seq = s.lane.submit(Request::new(p.as_slice(), 20).hold(hold));
+        // In a step of its own it would end at once.
+        let other = s.lane.submit(Request::new(p.as_slice(), 2));
         s.lane.step();
         assert_eq!(s.lane.engine.step_within(Duration::ZERO).unwrap(), Status::Paused);
         s.lane.engine.stop(seq).unwrap();
@@ -341,6 +343,7 @@ fn stopped_in_a_step_that_fails() {
         assert_eq!(s.lane.ended.get(&seq), Some(&FinishReason::Cancelled));
         assert_eq!(s.lane.tokens_of(seq), continuation(&p, 1));
         assert_eq!(s.lane.engine.view(seq).map(|v| v.state()), hold.then_some(SeqState::Held));
+        s.lane.finish(&[other]);
         assert_eq!(s.step(None), Some(Status::Idle(None)));
     }
 }

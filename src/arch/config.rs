@@ -15,6 +15,19 @@ pub struct Config {
     path: String,
 }
 
+/// A field's value in a table.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Plain {
+    /// A truth value.
+    Flag(bool),
+    /// A whole number.
+    Count(u64),
+    /// A number.
+    Number(f64),
+    /// A string.
+    Text(&'static str),
+}
+
 /// Whole numbers past this are a mistake in any field that counts something.
 const MOST: u64 = 1 << 40;
 
@@ -30,12 +43,39 @@ const GGUF_FIELDS: &[(&str, &str)] = &[
     ("attention.key_length", "head_dim"),
     ("attention.value_length", "value_head_dim"),
     ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ("attention.layer_norm_epsilon", "layer_norm_eps"),
+    ("attention.sliding_window", "sliding_window"),
+    ("attention.scale", "attention_multiplier"),
+    ("attention.q_lora_rank", "q_lora_rank"),
+    ("attention.kv_lora_rank", "kv_lora_rank"),
+    ("attention.key_length_mla", "qk_head_dim"),
+    ("attention.value_length_mla", "v_head_dim"),
+    ("attention.clamp_kqv", "clip_qkv"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+    ("embedding_scale", "embedding_multiplier"),
+    ("residual_scale", "residual_multiplier"),
+    ("logit_scale", "logit_scale"),
+    ("use_parallel_residual", "use_parallel_residual"),
+    ("expert_count", "num_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_shared_count", "n_shared_experts"),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ("expert_weights_scale", "routed_scaling_factor"),
+    ("expert_weights_norm", "norm_topk_prob"),
+    ("expert_group_count", "n_group"),
+    ("expert_group_used_count", "topk_group"),
+    ("leading_dense_block_count", "first_k_dense_replace"),
     ("rope.dimension_count", "rotary_dim"),
+    ("rope.freq_base_swa", "rope_local_base_freq"),
     ("rope.freq_base", "rope_theta"),
     ("rope.scaling.type", "rope_scaling.rope_type"),
     ("rope.scaling.factor", "rope_scaling.factor"),
     ("rope.scaling.original_context_length", "rope_scaling.original_max_position_embeddings"),
     ("rope.scaling.attn_factor", "rope_scaling.attn_factor"),
+    ("rope.scaling.short_factor", "rope_scaling.short_factor"),
+    ("rope.scaling.long_factor", "rope_scaling.long_factor"),
     ("rope.scaling.yarn_beta_fast", "rope_scaling.beta_fast"),
     ("rope.scaling.yarn_beta_slow", "rope_scaling.beta_slow"),
     ("rope.scaling.yarn_log_multiplier", "rope_scaling.log_multiplier"),
@@ -81,6 +121,14 @@ impl Config {
         self.fields.insert(field.into(), value.into());
     }
 
+    /// Sets fields of a nested object, which is made if it is not there.
+    pub fn nest(&mut self, section: &str, values: impl IntoIterator<Item = (&'static str, Value)>) {
+        let inner = self.fields.entry(section).or_insert_with(|| Value::Object(Map::new()));
+        if let Value::Object(inner) = inner {
+            inner.extend(values.into_iter().map(|(field, value)| (field.to_owned(), value)));
+        }
+    }
+
     /// True where the field is there and not null.
     pub fn has(&self, field: &str) -> bool {
         self.value(field).is_some()
@@ -98,6 +146,12 @@ impl Config {
             Some(Value::Object(fields)) => Ok(Some(Config { fields: fields.clone(), path: self.name(field) })),
             Some(other) => Err(self.wrong(field, "an object", other)),
         }
+    }
+
+    /// A whole number, 0 among them.
+    pub fn whole(&self, field: &str) -> Result<u64, ConfigError> {
+        let value = self.value(field).ok_or_else(|| self.missing(field))?;
+        value.as_u64().filter(|n| *n <= MOST).ok_or_else(|| self.wrong(field, "a whole number", value))
     }
 
     /// A count of at least 1.
@@ -176,6 +230,66 @@ impl Config {
         list.iter().map(|v| v.as_f64().filter(|n| is_positive(*n)).ok_or_else(wrong)).collect()
     }
 
+    /// A list of strings, or none.
+    pub fn strs(&self, field: &str) -> Result<Option<Vec<&str>>, ConfigError> {
+        let Some(value) = self.value(field) else { return Ok(None) };
+        let list = value.as_array().and_then(|l| l.iter().map(Value::as_str).collect());
+        list.map(Some).ok_or_else(|| self.wrong(field, "a list of strings", value))
+    }
+
+    /// A list of whole numbers, or none. Truth values count as 0 and 1.
+    pub fn wholes(&self, field: &str) -> Result<Option<Vec<u64>>, ConfigError> {
+        let Some(value) = self.value(field) else { return Ok(None) };
+        let one = |v: &Value| v.as_u64().or_else(|| v.as_bool().map(u64::from));
+        let list = value.as_array().and_then(|l| l.iter().map(one).collect());
+        list.map(Some).ok_or_else(|| self.wrong(field, "a list of whole numbers", value))
+    }
+
+    /// Refuses a field that changes the mathematics in a way that is not carried out: it must be absent, or `harmless`.
+    pub fn refuse(&self, field: &str, harmless: &Value) -> Result<(), ConfigError> {
+        match self.value(field) {
+            Some(value) if !same(value, harmless) => Err(self.wrong(field, &format!("{harmless} or nothing"), value)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The same configuration under the usual names: a field of `aliases`' first column also goes by the second.
+    pub fn renamed(&self, aliases: &[(&str, &str)]) -> Config {
+        let mut config = self.clone();
+        for (from, to) in aliases {
+            if let (Some(value), false) = (self.value(from), self.has(to)) {
+                config.fields.insert((*to).to_owned(), value.clone());
+            }
+        }
+        config
+    }
+
+    /// The same configuration with values for fields that it leaves out.
+    pub fn or(&self, defaults: &[(&str, Plain)]) -> Config {
+        let mut config = self.clone();
+        for (field, value) in defaults.iter().filter(|(field, _)| !self.has(field)) {
+            let value = match *value {
+                Plain::Flag(b) => Value::from(b),
+                Plain::Count(n) => Value::from(n),
+                Plain::Number(n) => Value::from(n),
+                Plain::Text(s) => Value::from(s),
+            };
+            config.set(field, value);
+        }
+        config
+    }
+
+    /// The language model's part of a configuration that describes more than that, or all of it.
+    pub fn text_part(&self) -> Result<Config, ConfigError> {
+        let Some(mut text) = self.section("text_config")? else { return Ok(self.clone()) };
+        for field in ["tie_word_embeddings", "quantization_config"] {
+            if let (Some(value), false) = (self.value(field), text.has(field)) {
+                text.fields.insert(field.into(), value.clone());
+            }
+        }
+        Ok(text)
+    }
+
     /// Token ids under `field`: one, a list, or none. Others than whole numbers are an error.
     pub fn token_ids(&self, field: &str) -> Result<Vec<u32>, ConfigError> {
         let one = |v: &Value| {
@@ -217,6 +331,11 @@ impl Config {
 /// What is computed in f64 here ends as f32: neither may it vanish there nor overflow.
 fn is_positive(n: f64) -> bool {
     n > 0.0 && (n as f32).is_normal()
+}
+
+/// Equal as numbers where both are numbers.
+fn same(a: &Value, b: &Value) -> bool {
+    a == b || matches!((a.as_f64(), b.as_f64()), (Some(a), Some(b)) if a == b)
 }
 
 fn kind(value: &Value) -> &'static str {

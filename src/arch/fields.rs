@@ -1,9 +1,14 @@
-//! Fields that most families share, read once: shapes, activations, rotary settings in both spellings.
+//! Fields that most families share, read once: shapes, activations, windows, experts, and the parts of a spec in their plain
+//! form, which a family changes where it differs.
 #![forbid(unsafe_code)]
 
 use super::config::Config;
-use super::rope::{RopeScaling, RopeSpec, RopeStyle};
-use super::spec::{Activation, KvLayout};
+use super::rope::RopeSpec;
+use super::rotary;
+use super::spec::{
+    Activation, AttnSpec, Ffn, Glu, HeadSpec, KvLayout, LayerSpec, ModelSpec, NormSpan, NormSpec, QkNorm, RouteSpec, Score,
+    Wiring,
+};
 use crate::error::ConfigError;
 
 /// The sizes that every family has.
@@ -30,6 +35,12 @@ impl Shape {
             return Err(c.invalid("num_attention_heads", format!("a divisor of hidden_size = {hidden}"), heads));
         }
         let head_dim = bounded(c, "head_dim", Some(hidden / heads), 1 << 12)?;
+        if c.has("value_head_dim") && !c.has("kv_lora_rank") {
+            let value = c.count("value_head_dim")?;
+            if value != head_dim {
+                return Err(c.invalid("value_head_dim", format!("head_dim = {head_dim}"), value));
+            }
+        }
         Ok(Shape {
             vocab: bounded(c, "vocab_size", None, 1 << 24)?,
             hidden,
@@ -41,8 +52,57 @@ impl Shape {
         })
     }
 
-    pub(super) fn layout(&self) -> KvLayout {
-        KvLayout::Heads { kv_heads: self.kv_heads, head_dim: self.head_dim }
+    /// Attention with everything optional off, and rotary table 0.
+    pub(super) fn attn(&self) -> AttnSpec {
+        AttnSpec {
+            heads: self.heads,
+            layout: KvLayout::Heads { kv_heads: self.kv_heads, head_dim: self.head_dim },
+            rope: Some(0),
+            scale: 1.0 / (self.head_dim as f32).sqrt(),
+            window: None,
+            softcap: None,
+            latent_norm: None,
+            qk_norm: None,
+            sinks: false,
+            qkv_bias: false,
+            out_bias: false,
+        }
+    }
+
+    /// Layers that are all alike, in a model with everything optional off.
+    pub(super) fn model(
+        &self,
+        arch: &'static str,
+        layer: LayerSpec,
+        norm: NormSpec,
+        c: &Config,
+    ) -> Result<ModelSpec, ConfigError> {
+        let rope = rotary::rope(c, self.head_dim, self.context)?;
+        let context = rope.context(self.context);
+        Ok(ModelSpec { context, ..self.model_with(arch, layer, norm, vec![rope], c)? })
+    }
+
+    /// The same with other rotary tables than one.
+    pub(super) fn model_with(
+        &self,
+        arch: &'static str,
+        layer: LayerSpec,
+        norm: NormSpec,
+        ropes: Vec<RopeSpec>,
+        c: &Config,
+    ) -> Result<ModelSpec, ConfigError> {
+        Ok(ModelSpec {
+            arch,
+            vocab: self.vocab,
+            hidden: self.hidden,
+            context: self.context,
+            embed_scale: 1.0,
+            position_table: false,
+            layers: vec![layer; self.layers],
+            ropes,
+            final_norm: norm,
+            head: HeadSpec { tied: c.flag_or("tie_word_embeddings", false)?, bias: false, scale: 1.0, softcap: None },
+        })
     }
 }
 
@@ -52,6 +112,61 @@ pub(super) fn bounded(c: &Config, field: &str, default: Option<usize>, most: usi
     if n <= most { Ok(n) } else { Err(c.invalid(field, format!("at most {most}"), n)) }
 }
 
+/// A number as f32 that stays a number.
+pub(super) fn number(c: &Config, field: &str, default: Option<f64>) -> Result<f32, ConfigError> {
+    let n = c.number_or(field, default)?;
+    let narrow = n as f32;
+    if narrow.is_finite() { Ok(narrow) } else { Err(c.invalid(field, "a number that an f32 holds", n)) }
+}
+
+/// RMS norm with the epsilon of `rms_norm_eps`.
+pub(super) fn rms(c: &Config) -> Result<NormSpec, ConfigError> {
+    Ok(NormSpec::rms(c.positive_or("rms_norm_eps", None)? as f32))
+}
+
+/// Layer norm with the epsilon of `layer_norm_eps`.
+pub(super) fn layer_norm(c: &Config, default: f64) -> Result<NormSpec, ConfigError> {
+    Ok(NormSpec::layer(c.positive_or("layer_norm_eps", Some(default))? as f32))
+}
+
+/// `cap * tanh(x / cap)`, or none.
+pub(super) fn softcap(c: &Config, field: &str) -> Result<Option<f32>, ConfigError> {
+    if !c.has(field) { Ok(None) } else { Ok(Some(c.positive_or(field, None)? as f32)) }
+}
+
+/// The width of a feed-forward.
+pub(super) fn intermediate(c: &Config, field: &str) -> Result<usize, ConfigError> {
+    bounded(c, field, None, 1 << 22)
+}
+
+/// A gated feed-forward with `hidden_act`.
+pub(super) fn gated(c: &Config) -> Result<Ffn, ConfigError> {
+    let glu = Glu::Act(activation(c, "hidden_act", Some("silu"))?);
+    Ok(Ffn::Gated { intermediate: intermediate(c, "intermediate_size")?, glu, bias: c.flag_or("mlp_bias", false)? })
+}
+
+/// Gated experts chosen by softmax, the weights of the chosen adding up to 1 if `normalize` says so.
+pub(super) fn experts(c: &Config, width: &str, normalize: bool) -> Result<Ffn, ConfigError> {
+    let experts = bounded(c, "num_experts", None, 1 << 12)?;
+    let top_k = c.count("num_experts_per_tok")?;
+    if top_k > experts {
+        return Err(c.invalid("num_experts_per_tok", format!("at most num_experts = {experts}"), top_k));
+    }
+    Ok(Ffn::Moe {
+        route: RouteSpec { experts, top_k, score: Score::Softmax, groups: None, correction: false, normalize, scale: 1.0 },
+        intermediate: intermediate(c, width)?,
+        glu: Glu::Act(activation(c, "hidden_act", Some("silu"))?),
+        bias: false,
+        shared: 0,
+    })
+}
+
+/// Norms on each head of q and k.
+pub(super) fn head_norms(norm: NormSpec) -> Option<QkNorm> {
+    Some(QkNorm { norm, span: NormSpan::Head })
+}
+
+/// An activation function by its published name.
 pub(super) fn activation(c: &Config, field: &str, default: Option<&str>) -> Result<Activation, ConfigError> {
     let name = match default {
         Some(default) => c.str_or(field, default)?,
@@ -66,107 +181,74 @@ pub(super) fn activation(c: &Config, field: &str, default: Option<&str>) -> Resu
     }
 }
 
-/// The rotary table: `rope_parameters`, or `rope_theta` with `rope_scaling`.
-pub(super) fn rope(c: &Config, rotary: usize, context: usize) -> Result<RopeSpec, ConfigError> {
-    let section = match c.section("rope_parameters")? {
-        Some(section) => Some(section),
-        None => c.section("rope_scaling")?,
-    };
-    let top_theta = c.positive_or("rope_theta", Some(10_000.0))?;
-    let theta = match &section {
-        Some(s) => s.positive_or("rope_theta", Some(top_theta))?,
-        None => top_theta,
-    };
-    let rotary = bounded(c, "rotary_dim", Some(rotary), rotary)?;
-    if rotary % 2 != 0 {
-        let (field, expected) = match (c.has("rotary_dim"), c.has("head_dim")) {
-            (true, _) => ("rotary_dim", "an even number"),
-            (_, true) => ("head_dim", "an even number"),
-            _ => ("head_dim", "an even number; absent, it is hidden_size / num_attention_heads"),
-        };
-        return Err(c.invalid(field, expected, rotary));
+/// Which layers see a window only: `layer_types`, or what the family does where that is absent.
+pub(super) fn sliding(c: &Config, layers: usize, usual: impl Fn(usize) -> bool) -> Result<Vec<bool>, ConfigError> {
+    let Some(types) = c.strs("layer_types")? else { return Ok((0..layers).map(usual).collect()) };
+    if types.len() != layers {
+        return Err(c.invalid("layer_types", format!("one for each of num_hidden_layers = {layers}"), types.len()));
     }
-    let scaling = match &section {
-        Some(s) => scaling(s, rotary, theta, context)?,
-        None => match c.positive_or("rope_scale_linear", Some(1.0))? {
-            1.0 => RopeScaling::Default,
-            factor => RopeScaling::Linear { factor },
-        },
-    };
-    let rope = RopeSpec { rotary, style: RopeStyle::HalfSplit, theta, scaling };
-    match rope.is_sound() {
-        true => Ok(rope),
-        false => Err(c.invalid("rope_theta", "finite frequencies together with its scaling", format!("{rope:?}"))),
+    types
+        .into_iter()
+        .map(|kind| match kind {
+            "sliding_attention" => Ok(true),
+            "full_attention" => Ok(false),
+            other => Err(c.invalid("layer_types", "sliding_attention or full_attention", other)),
+        })
+        .collect()
+}
+
+/// `sliding_window`, or none; GGUF writes 0 for none.
+pub(super) fn window(c: &Config) -> Result<Option<usize>, ConfigError> {
+    match c.has("sliding_window") && c.whole("sliding_window")? != 0 {
+        true => bounded(c, "sliding_window", None, 1 << 30).map(Some),
+        false => Ok(None),
     }
 }
 
-fn scaling(s: &Config, rotary: usize, theta: f64, context: usize) -> Result<RopeScaling, ConfigError> {
-    let kind = if s.has("rope_type") { s.str("rope_type")? } else { s.str_or("type", "default")? };
-    let original = || bounded(s, "original_max_position_embeddings", Some(context), 1 << 30);
-    Ok(match kind {
-        "default" | "none" => RopeScaling::Default,
-        "linear" => RopeScaling::Linear { factor: s.positive_or("factor", None)? },
-        "dynamic" => {
-            let factor = s.positive_or("factor", None)?;
-            if factor < 1.0 {
-                return Err(s.invalid("factor", "at least 1", factor));
-            }
-            if rotary <= 2 {
-                return Err(s.invalid("rope_type", format!("another than dynamic where head_dim turns {rotary} values"), kind));
-            }
-            RopeScaling::Dynamic { factor, original: original()? }
-        }
-        "yarn" => yarn(s, theta, context, original()?)?,
-        "llama3" => {
-            let (low, high) = (s.positive_or("low_freq_factor", None)?, s.positive_or("high_freq_factor", None)?);
-            if low >= high {
-                return Err(s.invalid("high_freq_factor", format!("above low_freq_factor = {low}"), high));
-            }
-            RopeScaling::Llama3 { factor: s.positive_or("factor", None)?, low, high, original: original()? }
-        }
-        "longrope" | "su" => {
-            let original = original()?;
-            if original < 2 {
-                return Err(s.invalid("original_max_position_embeddings", "at least 2 for longrope", original));
-            }
-            let factor = s.positive_or("factor", Some(context as f64 / original as f64))?;
-            let plain = if factor <= 1.0 { 1.0 } else { (1.0 + libm::log(factor) / libm::log(original as f64)).sqrt() };
-            RopeScaling::Long {
-                short: s.numbers("short_factor", rotary / 2)?,
-                long: s.numbers("long_factor", rotary / 2)?,
-                original,
-                attention_factor: s.positive_or("attention_factor", Some(plain))?,
-            }
-        }
-        other => return Err(s.invalid("rope_type", "default, linear, dynamic, yarn, llama3 or longrope", other)),
-    })
+/// Qwen's windows: `use_sliding_window` switches them on, in the layers from `max_window_layers` on.
+pub(super) fn upper_windows(c: &Config, spec: &mut ModelSpec) -> Result<(), ConfigError> {
+    if !c.flag_or("use_sliding_window", false)? || !c.has("sliding_window") {
+        return Ok(());
+    }
+    let full = if c.has("max_window_layers") { c.whole("max_window_layers")? } else { 28 };
+    let sliding = sliding(c, spec.layers.len(), |l| l as u64 >= full)?;
+    set_windows(c, spec, &sliding)
 }
 
-fn yarn(s: &Config, theta: f64, context: usize, original: usize) -> Result<RopeScaling, ConfigError> {
-    let factor = s.positive_or("factor", Some(context as f64 / original as f64))?;
-    if theta <= 1.0 {
-        return Err(s.invalid("rope_theta", "above 1 for yarn", theta));
+/// Gemma's norm: 1 is added to its weights, unless the file's have it already.
+pub(super) fn gemma_norm(c: &Config) -> Result<NormSpec, ConfigError> {
+    Ok(NormSpec { plus: number(c, "norm_plus", Some(1.0))?, ..rms(c)? })
+}
+
+/// Gemma's factor on the scores. GGUF leaves it out: it is that of the width of a head, but for the model of `largest` layers.
+pub(super) fn gemma_scale(c: &Config, shape: &Shape, largest: usize) -> Result<f32, ConfigError> {
+    if c.has("attention_multiplier") {
+        return number(c, "attention_multiplier", None);
     }
-    // DeepSeek's two corrections: the ratio goes on cosines and sines, the rest on the attention scale.
-    let plain = match (s.has("mscale"), s.has("mscale_all_dim")) {
-        (true, true) => {
-            let (m, all) = (s.positive_or("mscale", None)?, s.positive_or("mscale_all_dim", None)?);
-            RopeSpec::yarn_mscale(factor, m) / RopeSpec::yarn_mscale(factor, all)
-        }
-        _ => RopeSpec::yarn_mscale(factor, 1.0),
-    };
-    // GGUF's factor comes on top of the computed one, config.json's stands in its place.
-    let plain = plain * s.positive_or("attn_factor", Some(1.0))?;
-    let (beta_fast, beta_slow) = (s.positive_or("beta_fast", Some(32.0))?, s.positive_or("beta_slow", Some(1.0))?);
-    if beta_fast < beta_slow {
-        return Err(s.invalid("beta_fast", format!("at least beta_slow = {beta_slow}"), beta_fast));
+    let width = if shape.layers == largest { shape.hidden / shape.heads } else { shape.head_dim };
+    let over = c.positive_or("query_pre_attn_scalar", Some(width as f64))?;
+    Ok(1.0 / (over as f32).sqrt())
+}
+
+/// A gated feed-forward with `hidden_activation`.
+pub(super) fn gemma_gated(c: &Config) -> Result<Ffn, ConfigError> {
+    let glu = Glu::Act(activation(c, "hidden_activation", None)?);
+    Ok(Ffn::Gated { intermediate: intermediate(c, "intermediate_size")?, glu, bias: false })
+}
+
+/// Gives the layers that `sliding` names the window.
+pub(super) fn set_windows(c: &Config, spec: &mut ModelSpec, sliding: &[bool]) -> Result<(), ConfigError> {
+    if !sliding.contains(&true) {
+        return Ok(());
     }
-    Ok(RopeScaling::Yarn {
-        factor,
-        original,
-        beta_fast,
-        beta_slow,
-        truncate: s.flag_or("truncate", true)?,
-        attention_factor: s.positive_or("attention_factor", Some(plain))?,
-    })
+    let window = c.count("sliding_window")?;
+    for (layer, _) in spec.layers.iter_mut().zip(sliding).filter(|(_, slides)| **slides) {
+        layer.attn.window = Some(window);
+    }
+    Ok(())
+}
+
+/// A layer of llama's shape: pre-norm, gated.
+pub(super) fn layer(attn: AttnSpec, ffn: Ffn, norm: NormSpec) -> LayerSpec {
+    LayerSpec { attn, ffn, wiring: Wiring::pre_norm(norm) }
 }

@@ -7,7 +7,7 @@
 
 pub mod cpu;
 
-use crate::arch::{Activation, AttnDims, NormSpec, RopeStyle};
+use crate::arch::{Activation, AttnDims, Glu, NormSpec, RopeStyle, RouteSpec};
 use crate::batch::{Batch, BatchLimits};
 use crate::dtype::{FormatId, KvDType};
 use crate::error::{LoadError, RunError};
@@ -37,6 +37,21 @@ pub enum RowOrder {
         /// Heads in the tensor.
         heads: usize,
     },
+    /// Fused q, k and v, group by group: the `queries` query heads of a group, then its key head, then its value head. Read as
+    /// all queries, all keys, all values.
+    Grouped {
+        /// Groups, as many as key heads.
+        groups: usize,
+        /// Query heads in a group.
+        queries: usize,
+    },
+    /// Each of `heads` heads' rows start in its middle: row `r` is row `r + by` of the head in the file, round the end.
+    Rolled {
+        /// Heads in the tensor.
+        heads: usize,
+        /// Rows of a head that come last and lie first in the file.
+        by: usize,
+    },
 }
 
 impl RowOrder {
@@ -48,6 +63,21 @@ impl RowOrder {
                 let dim = rows / heads;
                 let (head, r) = (row / dim, row % dim);
                 head * dim + 2 * (r % (dim / 2)) + r / (dim / 2)
+            }
+            RowOrder::Rolled { heads, by } => {
+                let dim = rows / heads;
+                row / dim * dim + (row % dim + by) % dim
+            }
+            RowOrder::Grouped { groups, queries } => {
+                let dim = rows / (groups * (queries + 2));
+                let (head, r) = (row / dim, row % dim);
+                let all = groups * queries;
+                let (group, at) = match head {
+                    h if h < all => (h / queries, h % queries),
+                    h if h < all + groups => (h - all, queries),
+                    h => (h - all - groups, queries + 1),
+                };
+                (group * (queries + 2) + at) * dim + r
             }
         }
     }
@@ -92,6 +122,49 @@ pub struct AttnArgs {
     pub softcap: Option<f32>,
 }
 
+/// One expert's matrices.
+pub struct Expert<B: Backend> {
+    /// Gate and up, `[2 * intermediate, hidden]`.
+    pub gate_up: B::Weight,
+    /// Its bias.
+    pub gate_up_bias: Option<B::Buf>,
+    /// `[hidden, intermediate]`.
+    pub down: B::Weight,
+    /// Its bias.
+    pub down_bias: Option<B::Buf>,
+}
+
+/// What one call of [`Backend::moe`] computes.
+pub struct MoeArgs<'a, B: Backend> {
+    /// How experts are chosen and weighed.
+    pub route: &'a RouteSpec,
+    /// Router logits, `[rows, experts]`.
+    pub scores: &'a B::Buf,
+    /// Added to the scores for choosing, not for weighing, `[experts]`.
+    pub correction: Option<&'a B::Buf>,
+    /// The experts.
+    pub experts: &'a [Expert<B>],
+    /// Width inside an expert.
+    pub intermediate: usize,
+    /// Width of a row.
+    pub hidden: usize,
+    /// How gate and up meet.
+    pub glu: Glu,
+}
+
+/// The largest mixture of experts of a model, for sizing scratch.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct MoeShape {
+    /// Experts.
+    pub experts: usize,
+    /// Experts a row.
+    pub top_k: usize,
+    /// Width inside an expert.
+    pub intermediate: usize,
+    /// Width of a row.
+    pub hidden: usize,
+}
+
 /// A device. Buffers hold f32; `rows` counts rows in use, from the first on. Work may be queued: only
 /// [`download`](Backend::download) waits.
 ///
@@ -122,13 +195,13 @@ pub trait Backend: Send + Sized + 'static {
     fn kv_bytes(&self, shape: &KvShape) -> u64;
 
     /// Bytes of the scratch for a step: `max_columns` is the largest K of any matrix.
-    fn step_bytes(&self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> u64;
+    fn step_bytes(&self, limits: &BatchLimits, max_columns: usize, kv: &KvShape, moe: &MoeShape) -> u64;
 
     /// A buffer of `len` zeros.
     fn buf(&mut self, len: usize) -> Result<Self::Buf, RunError>;
 
-    /// A vector (norm weights, a bias) as f32, the parts one after the other.
-    fn vector(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Buf, LoadError>;
+    /// A vector (norm weights, a bias) as f32, the parts one after the other, with `plus` added to each value.
+    fn vector(&mut self, parts: &[WeightPart<'_>], plus: f32) -> Result<Self::Buf, LoadError>;
 
     /// A matrix: the parts' rows one after the other. Parts may differ in format, not in columns.
     fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Weight, LoadError>;
@@ -137,7 +210,7 @@ pub trait Backend: Send + Sized + 'static {
     fn kv(&mut self, shape: &KvShape) -> Result<Self::Kv, RunError>;
 
     /// Index arrays and scratch for batches up to `limits` with matrices of up to `max_columns` columns.
-    fn step(&mut self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> Result<Self::Step, RunError>;
+    fn step(&mut self, limits: &BatchLimits, max_columns: usize, kv: &KvShape, moe: &MoeShape) -> Result<Self::Step, RunError>;
 
     // A step. T tokens in the batch, R rows wanted.
 
@@ -150,14 +223,20 @@ pub trait Backend: Send + Sized + 'static {
     /// `out[t] = table[token t] * scale`, `[T, K]`.
     fn embed(&mut self, step: &Self::Step, table: &Self::Weight, scale: f32, out: &mut Self::Buf) -> Result<(), RunError>;
 
-    /// `x += delta` where there is a delta, then `out = norm(x) * weight (+ bias)`, each `[rows, width]`.
+    /// `x[t] += table[position t]`, `[T, K]`: learned absolute positions.
+    fn embed_positions(&mut self, step: &Self::Step, table: &Self::Weight, x: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// `x += delta * scale` over `len` values, one rounding each.
+    fn add(&mut self, len: usize, x: &mut Self::Buf, delta: &Self::Buf, scale: f32) -> Result<(), RunError>;
+
+    /// `x += delta * scale` where there is a delta, then `out = norm(x) * weight (+ bias)`, each `[rows, width]`.
     #[allow(clippy::too_many_arguments)]
     fn add_norm(
         &mut self,
         rows: usize,
         width: usize,
         x: &mut Self::Buf,
-        delta: Option<&Self::Buf>,
+        delta: Option<(&Self::Buf, f32)>,
         norm: &NormSpec,
         weight: &Self::Buf,
         bias: Option<&Self::Buf>,
@@ -175,6 +254,30 @@ pub trait Backend: Send + Sized + 'static {
         out: &mut Self::Buf,
     ) -> Result<(), RunError>;
 
+    /// A matrix for each head: `out head = w[head] * x head`, for every row. `from` and `to` say where the heads lie; `w` has one
+    /// matrix `[to.dim, from.dim]` a head.
+    #[allow(clippy::too_many_arguments)]
+    fn linear_heads(
+        &mut self,
+        rows: usize,
+        x: &Self::Buf,
+        from: Heads,
+        w: &[Self::Weight],
+        step: &mut Self::Step,
+        out: &mut Self::Buf,
+        to: Heads,
+    ) -> Result<(), RunError>;
+
+    /// Normalises each head in place: `head = norm(head) * weight`, the weight being as long as a head.
+    fn norm_heads(
+        &mut self,
+        rows: usize,
+        x: &mut Self::Buf,
+        heads: Heads,
+        norm: &NormSpec,
+        weight: &Self::Buf,
+    ) -> Result<(), RunError>;
+
     /// Rotates the first `rotary` values of each head in place. `angles` is `[T, rotary]`: per row `rotary / 2` cosines,
     /// then as many sines.
     fn rope(
@@ -187,7 +290,8 @@ pub trait Backend: Send + Sized + 'static {
         style: RopeStyle,
     ) -> Result<(), RunError>;
 
-    /// Writes the step's keys and values to their slots; both lie in `kv_src`.
+    /// Writes the step's keys and values to their slots; both lie in `kv_src`. Where the layer's values are part of its keys, `v`
+    /// is not read.
     fn kv_write(
         &mut self,
         step: &Self::Step,
@@ -199,7 +303,7 @@ pub trait Backend: Send + Sized + 'static {
     ) -> Result<(), RunError>;
 
     /// Causal attention of the step's queries over the cache, `out` is `[T, heads * v_dim]`. The step's own keys and values
-    /// were written before.
+    /// were written before. `sinks` is one more score for each head that takes part in the softmax and has no value.
     #[allow(clippy::too_many_arguments)]
     fn attention(
         &mut self,
@@ -209,11 +313,27 @@ pub trait Backend: Send + Sized + 'static {
         q: Heads,
         kv: &Self::Kv,
         layer: usize,
+        sinks: Option<&Self::Buf>,
         out: &mut Self::Buf,
     ) -> Result<(), RunError>;
 
-    /// `out[rows, width] = act(x[.., ..width]) * x[.., width..]`, `x` being `[rows, 2 * width]`.
-    fn gate(&mut self, rows: usize, width: usize, act: Activation, x: &Self::Buf, out: &mut Self::Buf) -> Result<(), RunError>;
+    /// `out[rows, width] = glu(x[.., ..width], x[.., width..])`, `x` being `[rows, 2 * width]`.
+    fn gate(&mut self, rows: usize, width: usize, glu: Glu, x: &Self::Buf, out: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// `x = act(x)` over `len` values.
+    fn activate(&mut self, len: usize, act: Activation, x: &mut Self::Buf) -> Result<(), RunError>;
+
+    /// A mixture of experts: chooses experts for each row by `args.scores` and adds up their results, `[rows, hidden]`. Rows are
+    /// grouped by expert, so that an expert's weights are read once; a row's sum runs in the order of its experts' numbers,
+    /// whatever the other rows choose.
+    fn moe(
+        &mut self,
+        rows: usize,
+        x: &Self::Buf,
+        args: &MoeArgs<'_, Self>,
+        step: &mut Self::Step,
+        out: &mut Self::Buf,
+    ) -> Result<(), RunError>;
 
     /// `out[r] = x[rows wanted[r]]`, `[R, width]`.
     fn gather(&mut self, step: &Self::Step, width: usize, x: &Self::Buf, out: &mut Self::Buf) -> Result<(), RunError>;
@@ -238,5 +358,20 @@ mod tests {
         let order = RowOrder::Interleaved { heads: 2 };
         let rows: Vec<_> = (0..8).map(|r| order.source_row(r, 8)).collect();
         assert_eq!(rows, [0, 2, 1, 3, 4, 6, 5, 7]);
+    }
+
+    #[test]
+    fn rolled_rows_start_in_the_middle() {
+        let order = RowOrder::Rolled { heads: 2, by: 3 };
+        let rows: Vec<_> = (0..8).map(|r| order.source_row(r, 8)).collect();
+        assert_eq!(rows, [3, 0, 1, 2, 7, 4, 5, 6]);
+    }
+
+    #[test]
+    fn grouped_rows_are_found() {
+        // Two groups of two queries, a key and a value, of two rows each.
+        let order = RowOrder::Grouped { groups: 2, queries: 2 };
+        let rows: Vec<_> = (0..16).map(|r| order.source_row(r, 16)).collect();
+        assert_eq!(rows, [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]);
     }
 }

@@ -12,7 +12,7 @@ use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transform
 use crate::sample::Sampler;
 use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
 use crate::weights::{OnProgress, no_progress};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -104,6 +104,7 @@ impl Engine {
             prompt_logits,
             stage: Stage::Between,
             observer: None,
+            owned: HashSet::new(),
             released: Arc::default(),
             plan,
             start: Instant::now(),

@@ -25,8 +25,8 @@ use crate::model::{Logits, MemoryPlan, Model, Want};
 use crate::sample::{Sampler, SamplerState};
 use crate::sched::{Ledger, NewSeq, Scheduler, SeqState, SeqView};
 use parking_lot::Mutex;
-use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 /// Runs sequences through one model. See the module's documentation.
@@ -46,6 +46,8 @@ pub struct Engine {
     stage: step::Stage,
     events: VecDeque<Event>,
     observer: Option<Box<Observer>>,
+    /// Sequences whose events are for their [`Held`]'s owner alone.
+    owned: HashSet<SeqId>,
     released: Arc<Mutex<Vec<SeqId>>>,
     plan: MemoryPlan,
     start: Instant,
@@ -73,11 +75,11 @@ impl SeqRun {
     }
 }
 
-/// Owns a held sequence: dropping it releases the sequence, which the engine does at its next call.
+/// Owns a sequence of an engine: dropping it ends the sequence, which the engine does at its next call.
 #[derive(Debug)]
 pub struct Held {
     seq: SeqId,
-    released: Arc<Mutex<Vec<SeqId>>>,
+    engine: Weak<Mutex<Vec<SeqId>>>,
 }
 
 impl Held {
@@ -89,7 +91,9 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.released.lock().push(self.seq);
+        if let Some(released) = self.engine.upgrade() {
+            released.lock().push(self.seq);
+        }
     }
 }
 
@@ -180,24 +184,26 @@ impl Engine {
         self.ledger.truncate(seq, len)
     }
 
-    /// Ends a waiting or running sequence, which stays held if its request said so. In the middle of a step it ends with the
-    /// step, whose token may still come. Its last event says [`FinishReason::Cancelled`].
+    /// Ends a waiting or running sequence, which stays held if its request said so. Its last event says
+    /// [`FinishReason::Cancelled`]. In the middle of a step that others take part in it ends with the step, whose token may
+    /// still come; a step of its own is given up.
     ///
     /// # Errors
     /// [`SubmitError::Sequence`] for one that neither waits nor runs.
     pub fn stop(&mut self, seq: SeqId) -> Result<(), SubmitError> {
-        let planned = self.stage == step::Stage::Forward && self.ledger.plan_items().iter().any(|i| i.seq == seq);
-        match self.runs.get_mut(&seq) {
-            None => Err(SubmitError::Sequence { seq, expected: "waiting or running", found: self.state_name(seq) }),
-            Some(run) if planned => {
+        let Some(run) = self.runs.get_mut(&seq) else {
+            return Err(SubmitError::Sequence { seq, expected: "waiting or running", found: self.state_name(seq) });
+        };
+        if self.stage == step::Stage::Forward && self.ledger.plan_items().iter().any(|i| i.seq == seq) {
+            if self.ledger.plan_items().len() > 1 {
                 run.stopping = true;
-                Ok(())
+                return Ok(());
             }
-            Some(_) => {
-                self.end(seq, FinishReason::Cancelled);
-                Ok(())
-            }
+            self.stage = step::Stage::Between;
+            self.ledger.abort_step();
         }
+        self.end(seq, FinishReason::Cancelled);
+        Ok(())
     }
 
     /// Ends a sequence in any state, held or in the middle of a step. Its blocks come back at once; forks of it go on.
@@ -212,14 +218,33 @@ impl Engine {
         Ok(())
     }
 
-    /// Ties a sequence's life to a value: when that is dropped, the sequence ends in whatever state.
-    pub fn own(&self, seq: SeqId) -> Held {
-        Held { seq, released: self.released.clone() }
+    /// Ties a sequence's life to a value: when that is dropped, the sequence ends in whatever state. From now on its events
+    /// come from [`next_event_of`](Self::next_event_of) alone.
+    pub fn own(&mut self, seq: SeqId) -> Held {
+        self.owned.insert(seq);
+        Held { seq, engine: Arc::downgrade(&self.released) }
     }
 
-    /// The oldest event not yet taken.
+    /// The sequence that `held` owns, if it is one of this engine's and still here.
+    pub fn owned(&self, held: &Held) -> Option<SeqId> {
+        (self.is_mine(held) && self.ledger.view(held.seq).is_some()).then_some(held.seq)
+    }
+
+    /// True where `held` came from this engine.
+    pub fn is_mine(&self, held: &Held) -> bool {
+        std::ptr::eq(held.engine.as_ptr(), Arc::as_ptr(&self.released))
+    }
+
+    /// The most tokens that one sequence can have, prompt and answer together: the model's context, or the cache.
+    pub fn max_len(&self) -> usize {
+        let sizes = self.ledger.config();
+        sizes.context.min(sizes.blocks * sizes.block_size)
+    }
+
+    /// The oldest event not yet taken, but for those of [owned](Self::own) sequences.
     pub fn next_event(&mut self) -> Option<Event> {
-        self.events.pop_front()
+        let i = self.events.iter().position(|e| !self.owned.contains(&e.seq))?;
+        self.events.remove(i)
     }
 
     /// The oldest event of one sequence. Cost: a look at each older event of others.
@@ -234,6 +259,7 @@ impl Engine {
             // It may have ended by itself, unheld.
             let _ = self.ledger.cancel(seq);
             self.runs.remove(&seq);
+            self.owned.remove(&seq);
             self.events.retain(|e| e.seq != seq);
         }
     }

@@ -4,9 +4,14 @@
 //! Invariant: a row of logits depends only on tokens, positions and cache content.
 #![forbid(unsafe_code)]
 
+mod buffers;
 mod files;
+mod gguf;
+mod inventory;
 mod load;
+mod parts;
 mod plan;
+mod tensors;
 mod transformer;
 
 pub use files::{ModelFiles, OpenOptions, SideTexts};

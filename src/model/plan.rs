@@ -1,8 +1,8 @@
 //! How large a model's step and cache may get, and the bytes that this costs before any of them is allocated.
 #![forbid(unsafe_code)]
 
-use super::load::weight_parts;
-use super::transformer::{Widths, activation_bytes};
+use super::buffers::{Widths, activation_bytes};
+use super::load::weight_bytes;
 use super::{Logits, ModelFiles, Want};
 use crate::arch::ModelSpec;
 use crate::backend::{Backend, KvShape};
@@ -76,19 +76,12 @@ impl MemoryPlan {
     pub fn of<B: Backend>(files: &ModelFiles, backend: &B, limits: &ModelLimits) -> Result<Self, LoadError> {
         limits.check()?;
         let spec = files.spec();
-        let mut weight_bytes = 0;
-        weight_parts(files, |part| {
-            weight_bytes += match part.shape[..] {
-                [rows, columns] => backend.weight_bytes(part.format, rows, columns),
-                _ => 4 * part.shape.iter().product::<usize>() as u64,
-            };
-        })?;
-        let shape = limits.kv_shape(spec);
+        let (shape, widths) = (limits.kv_shape(spec), Widths::of(spec));
         Ok(MemoryPlan {
-            weight_bytes,
+            weight_bytes: weight_bytes(files, backend)?,
             kv_bytes: backend.kv_bytes(&shape),
             activation_bytes: activation_bytes(spec, limits),
-            scratch_bytes: backend.step_bytes(&limits.batch, Widths::max_columns(spec), &shape),
+            scratch_bytes: backend.step_bytes(&limits.batch, widths.max_columns, &shape, &widths.moe),
         })
     }
 

@@ -1,22 +1,25 @@
-//! The forward pass: a direct walk over the layers of a [`ModelSpec`], on any backend.
+//! The forward pass: a direct walk over the layers of a [`ModelSpec`], on any backend. What differs from model to model is
+//! looked up in the spec, never by family.
 //!
 //! ```text
-//! x = embed(tokens)
-//! for each layer:   n = norm(x); q k v = n * Wqkv; rope; write k, v; d = attention * Wo
-//!                   n = norm(x += d); d = (act(n * Wgate) * (n * Wup)) * Wdown; x += d at the next norm
+//! x = embed(tokens) (+ positions)
+//! for each layer:   d = attention(norm(x)), in heads or through a latent; d = norm(d)
+//!                   x += d;  d = feed-forward(norm(x)), or of what attention read;  d = norm(d)
+//!                   x += d at the next norm
 //! logits = norm(x)[rows wanted] * Whead
 //! ```
 //!
 //! Invariant: between two stages everything lives in the buffers, so a step can pause there and go on later.
 #![forbid(unsafe_code)]
 
-use super::load::Weights;
+use super::buffers::{Bufs, Widths};
 use super::plan::ModelLimits;
+use super::tensors::{Attn, FeedForward, Loaded, Norm, Weights};
 use super::{Logits, Model, Progress, Want};
-use crate::arch::{AttnDims, Ffn, ModelSpec, NormSpec, Wiring, angles};
-use crate::backend::{AttnArgs, Backend, Heads};
+use crate::arch::{AttnDims, Ffn, KvLayout, LayerSpec, ModelSpec, NormSpan, NormSpec, QkNorm, angles};
+use crate::backend::{AttnArgs, Backend, Heads, MoeArgs};
 use crate::batch::{Batch, BatchLimits};
-use crate::error::{Error, RunError, reserved};
+use crate::error::{Error, RunError};
 use crate::ids::BlockId;
 
 /// A decoder-only transformer on backend `B`, with its weights and its KV cache.
@@ -31,41 +34,14 @@ pub struct Transformer<B: Backend> {
     run: Option<Running>,
 }
 
-/// Activations, sized for the largest batch.
-struct Bufs<B: Backend> {
-    /// Residual stream, `[T, hidden]`.
-    x: B::Buf,
-    /// After a norm, `[T, hidden]`.
-    normed: B::Buf,
-    /// What the next norm adds to the residual stream, `[T, hidden]`.
-    delta: B::Buf,
-    /// `[T, (heads + 2 kv_heads) * dim]`.
-    qkv: B::Buf,
-    /// `[T, heads * dim]`.
-    attn: B::Buf,
-    /// `[T, 2 * intermediate]`.
-    gate_up: B::Buf,
-    /// `[T, intermediate]`.
-    inner: B::Buf,
-    /// Wanted rows of the final norm, `[R, hidden]`.
-    rows: B::Buf,
-    /// `[R, vocab]`.
-    logits: B::Buf,
-    /// Cosines and sines for each rotary table, `[T, rotary]`.
-    angles: Vec<B::Buf>,
-    /// The same on the host, before they are sent.
-    host_angles: Vec<f32>,
-    frequencies: Vec<f32>,
-}
-
 #[derive(Clone, Copy)]
 struct Running {
     stage: Stage,
     tokens: usize,
     rows: usize,
     want: Want,
-    /// A delta waits to be added by the next norm.
-    pending: bool,
+    /// A delta waits to be added, with this factor.
+    pending: Option<f32>,
 }
 
 #[derive(Clone, Copy)]
@@ -80,7 +56,8 @@ impl<B: Backend> Transformer<B> {
     pub(super) fn new(mut backend: B, spec: ModelSpec, weights: Weights<B>, limits: ModelLimits) -> Result<Self, Error> {
         let shape = limits.kv_shape(&spec);
         let kv = backend.kv(&shape)?;
-        let step = backend.step(&limits.batch, Widths::max_columns(&spec), &shape)?;
+        let widths = Widths::of(&spec);
+        let step = backend.step(&limits.batch, widths.max_columns, &shape, &widths.moe)?;
         let bufs = Bufs::new(&mut backend, &spec, &limits)?;
         Ok(Transformer { backend, spec, weights, limits, kv, step, bufs, run: None })
     }
@@ -137,54 +114,141 @@ impl<B: Backend> Transformer<B> {
     }
 
     fn embed(&mut self) -> Result<(), RunError> {
-        self.backend.embed(&self.step, &self.weights.embed, self.spec.embed_scale, &mut self.bufs.x)
+        let Self { backend: be, spec, weights, step, bufs, .. } = self;
+        be.embed(step, &weights.embed, spec.embed_scale, &mut bufs.x)?;
+        match &weights.positions {
+            Some(table) => be.embed_positions(step, table, &mut bufs.x),
+            None => Ok(()),
+        }
     }
 
+    /// Attention's result goes to `delta`.
     fn attention(&mut self, l: usize, run: &mut Running) -> Result<(), RunError> {
         let Self { backend: be, spec, weights, kv, step, bufs, .. } = self;
-        let (layer, w) = (&spec.layers[l], &weights.layers[l]);
-        let Wiring::PreNorm { attn: norm, .. } = &layer.wiring;
-        let t = run.tokens;
-        let delta = run.pending.then_some(&bufs.delta);
-        be.add_norm(t, spec.hidden, &mut bufs.x, delta, norm, &w.attn_norm, None, &mut bufs.normed)?;
-        be.linear(t, &bufs.normed, &w.qkv, w.qkv_bias.as_ref(), step, &mut bufs.qkv)?;
-        let dims = layer.attn.dims();
-        let [q, k, v] = split_qkv(&dims);
-        if let Some(r) = layer.attn.rope {
-            let rope = &spec.ropes[r];
-            // q and k lie side by side: one call turns both.
-            let both = Heads { heads: q.heads + k.heads, ..q };
-            be.rope(t, &mut bufs.qkv, both, &bufs.angles[r], rope.rotary, rope.style)?;
+        let (LayerSpec { attn: a, wiring, .. }, w) = (&spec.layers[l], &weights.layers[l]);
+        let (t, hidden, dims) = (run.tokens, spec.hidden, a.dims());
+        join(be, t, hidden, bufs, run, wiring.attn_in.as_ref().zip(w.attn_in.as_ref()))?;
+        let input = if wiring.attn_in.is_some() { &bufs.normed } else { &bufs.x };
+        let rope = a.rope.map(|r| (&bufs.angles[r], spec.ropes[r].rotary, spec.ropes[r].style));
+        let args = AttnArgs { dims, scale: a.scale, window: a.window, softcap: a.softcap };
+        let result = match (&w.attn, a.layout) {
+            (Attn::Heads { qkv, qkv_bias, q_norm, k_norm }, _) => {
+                be.linear(t, input, qkv, qkv_bias.as_ref(), step, &mut bufs.qkv)?;
+                let [q, k, v] = split_qkv(&dims);
+                if let Some(norm) = &a.qk_norm {
+                    for (heads, weights) in [(q, q_norm), (k, k_norm)] {
+                        norm_qk(be, t, &mut bufs.qkv, heads, norm, weights)?;
+                    }
+                }
+                if let Some((angles, rotary, style)) = rope {
+                    // q and k lie side by side: one call turns both.
+                    be.rope(t, &mut bufs.qkv, Heads { heads: q.heads + k.heads, ..q }, angles, rotary, style)?;
+                }
+                be.kv_write(step, &bufs.qkv, k, v, kv, l)?;
+                be.attention(step, &args, &bufs.qkv, q, kv, l, w.sinks.as_ref(), &mut bufs.attn)?;
+                &bufs.attn
+            }
+            (
+                Attn::Latent { q_down, q, kv: down, kv_norm, into, out_of },
+                KvLayout::Latent { rank, rope_dim, nope_dim, value_dim, .. },
+            ) => {
+                let norm = a.latent_norm.as_ref().expect("a layout of latents has a norm on them");
+                // Queries, of each head the rotated part first.
+                let heads = rows_of(dims.heads, rope_dim + nope_dim);
+                match q_down {
+                    Some((matrix, weight)) => {
+                        be.linear(t, input, matrix, None, step, &mut bufs.q_latent)?;
+                        let KvLayout::Latent { q_rank: Some(width), .. } = a.layout else { unreachable!("matched above") };
+                        be.norm_heads(t, &mut bufs.q_latent, rows_of(1, width), norm, weight)?;
+                        be.linear(t, &bufs.q_latent, q, None, step, &mut bufs.outside)?;
+                    }
+                    None => be.linear(t, input, q, None, step, &mut bufs.outside)?,
+                }
+                // Keys: the latent is normalised, the rest is rotated.
+                let key = rows_of(1, rank + rope_dim);
+                be.linear(t, input, down, None, step, &mut bufs.latent)?;
+                be.norm_heads(t, &mut bufs.latent, Heads { dim: rank, ..key }, norm, kv_norm)?;
+                if let Some((angles, rotary, style)) = rope {
+                    be.rope(t, &mut bufs.outside, heads, angles, rotary, style)?;
+                    be.rope(t, &mut bufs.latent, Heads { offset: rank, dim: rope_dim, ..key }, angles, rotary, style)?;
+                }
+                be.kv_write(step, &bufs.latent, key, key, kv, l)?;
+                let inside = rows_of(dims.heads, dims.qk_dim);
+                be.linear_heads(t, &bufs.outside, heads, into, step, &mut bufs.qkv, inside)?;
+                be.attention(step, &args, &bufs.qkv, inside, kv, l, w.sinks.as_ref(), &mut bufs.attn)?;
+                let (from, to) = (rows_of(dims.heads, rank), rows_of(dims.heads, value_dim));
+                be.linear_heads(t, &bufs.attn, from, out_of, step, &mut bufs.outside, to)?;
+                &bufs.outside
+            }
+            (Attn::Latent { .. }, _) => unreachable!("weights are loaded as the layout says"),
+        };
+        be.linear(t, result, &w.out, w.out_bias.as_ref(), step, &mut bufs.delta)?;
+        if let Some((norm, w)) = wiring.attn_out.as_ref().zip(w.attn_out.as_ref()) {
+            be.norm_heads(t, &mut bufs.delta, rows_of(1, hidden), norm, &w.weight)?;
         }
-        be.kv_write(step, &bufs.qkv, k, v, kv, l)?;
-        let args = AttnArgs { dims, scale: layer.attn.scale, window: layer.attn.window, softcap: layer.attn.softcap };
-        be.attention(step, &args, &bufs.qkv, q, kv, l, &mut bufs.attn)?;
-        be.linear(t, &bufs.attn, &w.out, w.out_bias.as_ref(), step, &mut bufs.delta)?;
-        run.pending = true;
+        run.pending = Some(wiring.residual_scale);
         Ok(())
     }
 
-    fn feed_forward(&mut self, l: usize, run: &Running) -> Result<(), RunError> {
+    /// The feed-forward's result goes to `delta`, after attention's was added from there.
+    fn feed_forward(&mut self, l: usize, run: &mut Running) -> Result<(), RunError> {
         let Self { backend: be, spec, weights, step, bufs, .. } = self;
-        let (layer, w) = (&spec.layers[l], &weights.layers[l]);
-        let Wiring::PreNorm { ffn: norm, .. } = &layer.wiring;
-        let Ffn::Gated { intermediate, act, .. } = &layer.ffn;
-        let t = run.tokens;
-        be.add_norm(t, spec.hidden, &mut bufs.x, Some(&bufs.delta), norm, &w.ffn_norm, None, &mut bufs.normed)?;
-        be.linear(t, &bufs.normed, &w.gate_up, w.gate_up_bias.as_ref(), step, &mut bufs.gate_up)?;
-        be.gate(t, *intermediate, *act, &bufs.gate_up, &mut bufs.inner)?;
-        be.linear(t, &bufs.inner, &w.down, w.down_bias.as_ref(), step, &mut bufs.delta)
+        let (LayerSpec { ffn, wiring, .. }, w) = (&spec.layers[l], &weights.layers[l]);
+        let (t, hidden) = (run.tokens, spec.hidden);
+        let norm = wiring.ffn_in.as_ref().zip(w.ffn_in.as_ref());
+        if wiring.parallel {
+            // The stream as it was before attention, behind this norm or attention's.
+            if let Some((norm, w)) = norm {
+                be.add_norm(t, hidden, &mut bufs.x, None, norm, &w.weight, w.bias.as_ref(), &mut bufs.normed)?;
+            }
+            join(be, t, hidden, bufs, run, None)?;
+        } else {
+            join(be, t, hidden, bufs, run, norm)?;
+        }
+        let normed = wiring.ffn_in.is_some() || (wiring.parallel && wiring.attn_in.is_some());
+        let input = if normed { &bufs.normed } else { &bufs.x };
+        match (ffn, &w.ffn) {
+            (Ffn::Gated { intermediate, glu, .. }, FeedForward::Gated(g)) => {
+                be.linear(t, input, &g.gate_up, g.gate_up_bias.as_ref(), step, &mut bufs.gate_up)?;
+                be.gate(t, *intermediate, *glu, &bufs.gate_up, &mut bufs.inner)?;
+                be.linear(t, &bufs.inner, &g.down, g.down_bias.as_ref(), step, &mut bufs.delta)?;
+            }
+            (Ffn::Plain { intermediate, act, .. }, FeedForward::Plain { up, up_bias, down, down_bias }) => {
+                be.linear(t, input, up, up_bias.as_ref(), step, &mut bufs.inner)?;
+                be.activate(t * intermediate, *act, &mut bufs.inner)?;
+                be.linear(t, &bufs.inner, down, down_bias.as_ref(), step, &mut bufs.delta)?;
+            }
+            (
+                Ffn::Moe { route, intermediate, glu, shared: width, .. },
+                FeedForward::Moe { router, router_bias, correction, experts, shared },
+            ) => {
+                be.linear(t, input, router, router_bias.as_ref(), step, &mut bufs.scores)?;
+                let (scores, correction) = (&bufs.scores, correction.as_ref());
+                let args = MoeArgs { route, scores, correction, experts, intermediate: *intermediate, hidden, glu: *glu };
+                be.moe(t, input, &args, step, &mut bufs.delta)?;
+                if let Some(g) = shared {
+                    be.linear(t, input, &g.gate_up, None, step, &mut bufs.gate_up)?;
+                    be.gate(t, *width, *glu, &bufs.gate_up, &mut bufs.inner)?;
+                    be.linear(t, &bufs.inner, &g.down, None, step, &mut bufs.shared)?;
+                    be.add(t * hidden, &mut bufs.delta, &bufs.shared, 1.0)?;
+                }
+            }
+            _ => unreachable!("weights are loaded as the spec says"),
+        }
+        if let Some((norm, w)) = wiring.ffn_out.as_ref().zip(w.ffn_out.as_ref()) {
+            be.norm_heads(t, &mut bufs.delta, rows_of(1, hidden), norm, &w.weight)?;
+        }
+        run.pending = Some(wiring.residual_scale);
+        Ok(())
     }
 
-    fn head(&mut self, run: &Running, out: &mut Logits) -> Result<(), RunError> {
+    fn head(&mut self, run: &mut Running, out: &mut Logits) -> Result<(), RunError> {
         let Self { backend: be, spec, weights, step, bufs, .. } = self;
         out.reset(run.rows, spec.vocab, spec.hidden, run.want);
         if run.rows == 0 {
             return Ok(());
         }
-        let norm: &NormSpec = &spec.final_norm;
-        let delta = run.pending.then_some(&bufs.delta);
-        be.add_norm(run.tokens, spec.hidden, &mut bufs.x, delta, norm, &weights.final_norm, None, &mut bufs.normed)?;
+        join(be, run.tokens, spec.hidden, bufs, run, Some((&spec.final_norm, &weights.final_norm)))?;
         be.gather(step, spec.hidden, &bufs.normed, &mut bufs.rows)?;
         let (logits, hidden) = out.all_mut();
         if run.want.hidden {
@@ -192,13 +256,52 @@ impl<B: Backend> Transformer<B> {
         }
         if run.want.logits {
             let head = weights.head.as_ref().unwrap_or(&weights.embed);
-            be.linear(run.rows, &bufs.rows, head, None, step, &mut bufs.logits)?;
+            be.linear(run.rows, &bufs.rows, head, weights.head_bias.as_ref(), step, &mut bufs.logits)?;
             if spec.head.scale != 1.0 || spec.head.softcap.is_some() {
                 be.scale_cap(run.rows * spec.vocab, spec.head.scale, spec.head.softcap, &mut bufs.logits)?;
             }
             be.download(&bufs.logits, logits)?;
         }
         Ok(())
+    }
+}
+
+/// Adds what is pending to the stream; with a norm, its result lies in `normed`.
+fn join<B: Backend>(
+    be: &mut B,
+    t: usize,
+    hidden: usize,
+    bufs: &mut Bufs<B>,
+    run: &mut Running,
+    norm: Option<(&NormSpec, &Norm<Loaded<B>>)>,
+) -> Result<(), RunError> {
+    match (norm, run.pending.take()) {
+        (Some((norm, w)), pending) => {
+            let delta = pending.map(|scale| (&bufs.delta, scale));
+            be.add_norm(t, hidden, &mut bufs.x, delta, norm, &w.weight, w.bias.as_ref(), &mut bufs.normed)
+        }
+        (None, Some(scale)) => be.add(t * hidden, &mut bufs.x, &bufs.delta, scale),
+        (None, None) => Ok(()),
+    }
+}
+
+/// Norms on queries or keys.
+fn norm_qk<B: Backend>(
+    be: &mut B,
+    t: usize,
+    x: &mut B::Buf,
+    heads: Heads,
+    norm: &QkNorm,
+    weights: &[B::Buf],
+) -> Result<(), RunError> {
+    let whole = Heads { heads: 1, dim: heads.heads * heads.dim, ..heads };
+    match (norm.span, weights) {
+        (NormSpan::Head, [weight]) => be.norm_heads(t, x, heads, &norm.norm, weight),
+        (NormSpan::All, [weight]) => be.norm_heads(t, x, whole, &norm.norm, weight),
+        _ => weights.iter().enumerate().try_for_each(|(h, weight)| {
+            let head = Heads { heads: 1, offset: heads.offset + h * heads.dim, ..heads };
+            be.norm_heads(t, x, head, &norm.norm, weight)
+        }),
     }
 }
 
@@ -228,7 +331,7 @@ impl<B: Backend> Model for Transformer<B> {
         self.lay_out_angles(batch)?;
         self.backend.begin(batch, &mut self.step)?;
         let (tokens, rows) = (batch.tokens().len(), batch.rows().len());
-        self.run = Some(Running { stage: Stage::Embed, tokens, rows, want, pending: false });
+        self.run = Some(Running { stage: Stage::Embed, tokens, rows, want, pending: None });
         Ok(())
     }
 
@@ -245,11 +348,11 @@ impl<B: Backend> Model for Transformer<B> {
                     Stage::FeedForward(l)
                 }
                 Stage::FeedForward(l) => {
-                    self.feed_forward(l, &run)?;
+                    self.feed_forward(l, &mut run)?;
                     if l + 1 < self.spec.layers.len() { Stage::Attention(l + 1) } else { Stage::Head }
                 }
                 Stage::Head => {
-                    self.head(&run, logits)?;
+                    self.head(&mut run, logits)?;
                     return Ok(Progress::Done);
                 }
             };
@@ -282,66 +385,7 @@ fn split_qkv(dims: &AttnDims) -> [Heads; 3] {
     [at(0, dims.heads, dims.qk_dim), at(q, dims.kv_heads, dims.qk_dim), at(q + k, dims.kv_heads, dims.v_dim)]
 }
 
-impl<B: Backend> Bufs<B> {
-    fn new(be: &mut B, spec: &ModelSpec, limits: &ModelLimits) -> Result<Self, Error> {
-        let widths = Widths::of(spec);
-        let (t, r) = (limits.batch.tokens, limits.batch.rows);
-        let widest = spec.ropes.iter().map(|r| r.rotary).max().unwrap_or(0);
-        let host = |len: usize| {
-            let mut list = reserved("rotary angles", len)?;
-            list.resize(len, 0.0);
-            Ok::<_, Error>(list)
-        };
-        let mut buf = |rows: usize, width: usize| be.buf(rows.saturating_mul(width));
-        Ok(Bufs {
-            x: buf(t, spec.hidden)?,
-            normed: buf(t, spec.hidden)?,
-            delta: buf(t, spec.hidden)?,
-            qkv: buf(t, widths.qkv)?,
-            attn: buf(t, widths.attn)?,
-            gate_up: buf(t, 2 * widths.inner)?,
-            inner: buf(t, widths.inner)?,
-            rows: buf(r, spec.hidden)?,
-            logits: buf(r, spec.vocab)?,
-            angles: spec.ropes.iter().map(|rope| buf(t, rope.rotary)).collect::<Result<_, _>>()?,
-            host_angles: host(t.saturating_mul(widest))?,
-            frequencies: host(widest / 2)?,
-        })
-    }
-}
-
-/// The widest of each kind of row over all layers.
-pub(super) struct Widths {
-    pub(super) qkv: usize,
-    pub(super) attn: usize,
-    pub(super) inner: usize,
-}
-
-impl Widths {
-    pub(super) fn of(spec: &ModelSpec) -> Self {
-        let mut w = Widths { qkv: 0, attn: 0, inner: 0 };
-        for layer in &spec.layers {
-            let d = layer.attn.dims();
-            let Ffn::Gated { intermediate, .. } = layer.ffn;
-            w.qkv = w.qkv.max(d.heads * d.qk_dim + d.kv_heads * (d.qk_dim + d.v_dim));
-            w.attn = w.attn.max(d.heads * d.v_dim);
-            w.inner = w.inner.max(intermediate);
-        }
-        w
-    }
-
-    /// The largest K of any matrix.
-    pub(super) fn max_columns(spec: &ModelSpec) -> usize {
-        let w = Widths::of(spec);
-        spec.hidden.max(w.attn).max(w.inner)
-    }
-}
-
-/// Bytes of the activations, as [`Transformer`] allocates them.
-pub(super) fn activation_bytes(spec: &ModelSpec, limits: &ModelLimits) -> u64 {
-    let (w, t, r) = (Widths::of(spec), limits.batch.tokens as u64, limits.batch.rows as u64);
-    let widest = spec.ropes.iter().map(|r| r.rotary).max().unwrap_or(0);
-    let angles: usize = spec.ropes.iter().map(|r| r.rotary).sum::<usize>() + widest;
-    let per_token = 3 * spec.hidden + w.qkv + w.attn + 3 * w.inner + angles;
-    4 * (t * per_token as u64 + r * (spec.hidden + spec.vocab) as u64 + widest as u64 / 2)
+/// `heads` heads of `dim` values that fill their rows.
+fn rows_of(heads: usize, dim: usize) -> Heads {
+    Heads { stride: heads * dim, offset: 0, heads, dim }
 }

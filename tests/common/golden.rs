@@ -66,11 +66,12 @@ impl Golden {
     }
 }
 
-/// Fails unless `got` is within `atol` of `want` everywhere.
-pub fn close(what: &str, got: &[f32], want: &[f32], atol: f32) {
+/// Fails unless `got` is within `atol` of `want` everywhere; the largest difference.
+pub fn close(what: &str, got: &[f32], want: &[f32], atol: f32) -> f32 {
     assert_eq!(got.len(), want.len(), "{what}");
     let worst = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0f32, |m, d| if d > m || d.is_nan() { d } else { m });
     assert!(worst <= atol, "{what}: off by {worst}, {atol} allowed");
+    worst
 }
 
 /// Fails where the tokens part before the first near-tie.

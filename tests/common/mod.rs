@@ -4,6 +4,8 @@
 
 pub mod engines;
 pub mod fake;
+pub mod gguf_twin;
+pub mod gguf_writer;
 pub mod golden;
 pub mod lane;
 pub mod made;

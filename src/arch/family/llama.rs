@@ -2,54 +2,25 @@
 #![forbid(unsafe_code)]
 
 use crate::arch::fields;
-use crate::arch::spec::{AttnSpec, Ffn, HeadSpec, LayerSpec, ModelSpec, NormSpec, Wiring};
-use crate::arch::tensors::{HF_GATED, Role};
-use crate::arch::{Arch, Config, GgufHabits};
+use crate::arch::spec::{AttnSpec, ModelSpec};
+use crate::arch::tensors::HF_GATED;
+use crate::arch::{Arch, Config, GgufHabits, Stored};
 use crate::error::ConfigError;
 
 pub(in crate::arch) const ARCH: Arch = Arch {
     name: "llama",
     model_types: &["llama"],
-    gguf: Some(GgufHabits { interleaved_qk: true }),
+    gguf: Some(GgufHabits { interleaved_qk: true, ..GgufHabits::named("llama") }),
     spec,
-    tensors: TENSORS,
+    tensors: &[HF_GATED],
+    stored: Stored::USUAL,
+    prefixes: &[],
     ignored: &["rotary_emb.inv_freq"],
 };
 
-const TENSORS: &[(Role, &str)] = HF_GATED;
-
 fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
-    let shape = fields::Shape::read(c)?;
-    let norm = NormSpec::rms(c.positive_or("rms_norm_eps", None)? as f32);
-    let attn_bias = c.flag_or("attention_bias", false)?;
-    let layer = LayerSpec {
-        attn: AttnSpec {
-            heads: shape.heads,
-            layout: shape.layout(),
-            rope: Some(0),
-            scale: 1.0 / (shape.head_dim as f32).sqrt(),
-            window: None,
-            softcap: None,
-            qkv_bias: attn_bias,
-            out_bias: attn_bias,
-        },
-        ffn: Ffn::Gated {
-            intermediate: fields::bounded(c, "intermediate_size", None, 1 << 24)?,
-            act: fields::activation(c, "hidden_act", Some("silu"))?,
-            bias: c.flag_or("mlp_bias", false)?,
-        },
-        wiring: Wiring::PreNorm { attn: norm, ffn: norm },
-    };
-    let rope = fields::rope(c, shape.head_dim, shape.context)?;
-    Ok(ModelSpec {
-        arch: ARCH.name,
-        vocab: shape.vocab,
-        hidden: shape.hidden,
-        context: rope.context(shape.context),
-        embed_scale: 1.0,
-        layers: vec![layer; shape.layers],
-        ropes: vec![rope],
-        final_norm: norm,
-        head: HeadSpec { tied: c.flag_or("tie_word_embeddings", false)?, scale: 1.0, softcap: None },
-    })
+    let (shape, norm) = (fields::Shape::read(c)?, fields::rms(c)?);
+    let bias = c.flag_or("attention_bias", false)?;
+    let attn = AttnSpec { qkv_bias: bias, out_bias: bias, ..shape.attn() };
+    shape.model(ARCH.name, fields::layer(attn, fields::gated(c)?, norm), norm, c)
 }

@@ -89,10 +89,10 @@ pub(super) fn put_head(words: &mut [u32], rows: usize, r: usize, scale: f32, sum
     words[3 * rows + r] = (MAGIC_BITS - 128 * sum) as u32;
 }
 
-/// Lays `rows` rows `x[r * k..]` out for plain weights, k from `first` on until `out` is full.
-pub(super) fn interleave(x: &[f32], k: usize, rows: usize, first: usize, out: &mut [u32]) {
+/// Lays `rows` rows `x[r * stride..]` out for plain weights, k from `first` on until `out` is full.
+pub(super) fn interleave(x: &[f32], stride: usize, rows: usize, first: usize, out: &mut [u32]) {
     for r in 0..rows {
-        for (v, out) in x[r * k + first..].iter().zip(out.chunks_exact_mut(rows)) {
+        for (v, out) in x[r * stride + first..].iter().zip(out.chunks_exact_mut(rows)) {
             out[r] = v.to_bits();
         }
     }

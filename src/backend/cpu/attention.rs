@@ -1,19 +1,23 @@
 //! Attention of a whole batch over the paged cache. A tile is up to a dozen query rows (tokens times the heads of a group) of
 //! one sequence and kv head; it goes over the context in pieces of 256 tokens at fixed positions, and the pieces are joined
-//! in order.
+//! in order, a sink at the end. Where values are part of the keys, as in absorbed MLA, all heads share one key: a tile has
+//! several times the rows, and a piece's keys are read from the cache and laid out as values once for all of them.
 //!
 //! ```text
 //! whole tiles: one thread runs all pieces, joining as it goes
 //! split tiles: those with more pieces than a fair share; threads run their pieces, the caller joins
 //! ```
 //!
-//! Invariant: a row's bits depend on its position, its query and the tokens it sees: not on the tile, on what is split, or
-//! on how much of the prompt came in the same step.
+//! Invariants: a row's bits depend on its position, its query and the tokens it sees: not on the tile, on what is split, or
+//! on how much of the prompt came in the same step. Entries of a block table wholly before the first token that any of the
+//! sequence's rows sees are never read: behind a window they may be anything.
 #![allow(unsafe_code)]
 
+use super::arena::Aligned;
 use super::kv::CpuKv;
 use super::pool::{Disjoint, Pool};
-use super::simd::{LANES, MAX_ROWS, PART_TAIL, PIECE, PieceJob, Tier, VECTORS};
+use super::simd::{LANES, MAX_ROWS, PART_TAIL, PIECE, PieceJob, Tier, TurnJob, VECTORS};
+use crate::arch::AttnDims;
 use crate::backend::{AttnArgs, Heads, KvShape};
 use crate::batch::{Batch, BatchLimits};
 use crate::dtype::KvDType;
@@ -31,7 +35,7 @@ pub(super) struct AttnBatch<'a> {
     pub(super) kv_lens: &'a [u32],
     /// See [`Batch::block_indptr`].
     pub(super) block_indptr: &'a [u32],
-    /// See [`Batch::blocks`].
+    /// See [`Batch::blocks`]. Not read for blocks wholly behind a window.
     pub(super) blocks: &'a [BlockId],
 }
 
@@ -56,6 +60,8 @@ pub(super) struct AttnScratch {
 struct Worker {
     q: Vec<f32>,
     scores: Vec<f32>,
+    /// A piece's values where the cache has keys alone, in the cache's type.
+    values: Aligned<f32>,
     parts: Vec<f32>,
     state: Vec<f32>,
 }
@@ -80,6 +86,7 @@ struct Sizes {
     threads: usize,
     q: usize,
     scores: usize,
+    values: usize,
     slot: usize,
     wave: usize,
     split: usize,
@@ -89,16 +96,18 @@ struct Sizes {
 impl Sizes {
     fn new(limits: &BatchLimits, kv: &KvShape, threads: usize, tier: &Tier) -> Self {
         let rows = tier.attention.tile_rows();
-        let widest = |f: fn(&crate::arch::AttnDims) -> usize| kv.layers.iter().map(f).max().unwrap_or(0);
-        let heads = widest(|d| d.heads);
+        let widest = |f: &dyn Fn(&AttnDims) -> usize| kv.layers.iter().map(f).max().unwrap_or(0);
+        let heads = widest(&|d| d.heads);
         // A sequence's tiles of a kv head: tokens * group / rows, rounded up.
-        let tiles = (limits.tokens * heads).div_ceil(rows) + limits.seqs * widest(|d| d.kv_heads);
+        let tiles = (limits.tokens * heads).div_ceil(rows) + limits.seqs * widest(&|d| d.kv_heads);
         let several = threads > 1;
         Sizes {
             threads,
-            q: widest(|d| d.qk_dim) * rows,
+            q: widest(&|d| d.qk_dim * tile_rows(d, tier)),
             scores: rows * PIECE,
-            slot: rows * (widest(|d| d.v_dim).next_multiple_of(LANES) + PART_TAIL),
+            values: widest(&|d| if d.v_in_k { d.v_dim.next_multiple_of(LANES) } else { 0 }) * PIECE * kv.dtype.bytes()
+                / size_of::<f32>(),
+            slot: widest(&|d| tile_rows(d, tier) * (d.v_dim.next_multiple_of(LANES) + PART_TAIL)),
             wave: if several { WAVE * threads } else { 0 },
             split: if several { SHARES * threads } else { 0 },
             tiles,
@@ -106,7 +115,7 @@ impl Sizes {
     }
 
     fn bytes(&self) -> usize {
-        let worker = self.q + self.scores + 2 * self.slot;
+        let worker = self.q + self.scores + self.values + 2 * self.slot;
         let floats = self.threads * worker + (self.wave + self.split) * self.slot;
         floats * size_of::<f32>() + self.threads * size_of::<Mutex<Worker>>() + (self.tiles + self.split) * size_of::<Tile>()
     }
@@ -126,8 +135,13 @@ impl AttnScratch {
         let s = Sizes::new(limits, kv, threads, tier);
         let mut workers = reserved(s.threads)?;
         for _ in 0..s.threads {
-            let worker = Worker { q: zeros(s.q)?, scores: zeros(s.scores)?, parts: zeros(s.slot)?, state: zeros(s.slot)? };
-            workers.push(Mutex::new(worker));
+            workers.push(Mutex::new(Worker {
+                q: zeros(s.q)?,
+                scores: zeros(s.scores)?,
+                values: Aligned::zeroed(s.values)?,
+                parts: zeros(s.slot)?,
+                state: zeros(s.slot)?,
+            }));
         }
         Ok(AttnScratch {
             workers,
@@ -154,7 +168,13 @@ fn zeros(n: usize) -> Result<Vec<f32>, RunError> {
     Ok(v)
 }
 
-/// Causal attention of the batch's queries over the cache; `out` is `[T, heads * v_dim]`.
+/// The most rows in a tile of such a layer.
+fn tile_rows(dims: &AttnDims, tier: &Tier) -> usize {
+    tier.attention.tile_rows() * if dims.v_in_k { SHARED_TILES } else { 1 }
+}
+
+/// Causal attention of the batch's queries over the cache; `out` is `[T, heads * v_dim]`. `sinks` has one more score for
+/// each head, neither scaled nor capped, that takes part in the softmax and has no value.
 ///
 /// # Panics
 /// Where the batch exceeds the scratch's limits or shapes do not agree.
@@ -165,6 +185,7 @@ pub(super) fn attention(
     scratch: &mut AttnScratch,
     batch: AttnBatch<'_>,
     args: &AttnArgs,
+    sinks: Option<&[f32]>,
     q_src: &[f32],
     q: Heads,
     kv: &CpuKv,
@@ -175,12 +196,14 @@ pub(super) fn attention(
     let tokens = *batch.q_indptr.last().expect("indptr starts with 0") as usize;
     assert_eq!((q.heads, q.dim), (dims.heads, dims.qk_dim), "query heads");
     assert!(dims.heads.is_multiple_of(dims.kv_heads), "{} heads share {} kv heads", dims.heads, dims.kv_heads);
+    assert_eq!(dims.v_in_k, kv.v_in_k(layer), "values in the keys of layer {layer}");
+    assert!(sinks.is_none_or(|s| s.len() >= dims.heads), "a sink for each of {} heads", dims.heads);
     assert!(tokens == 0 || q_src.len() >= (tokens - 1) * q.stride + q.offset + q.heads * q.dim, "queries of {tokens} tokens");
-    let call = Call { tier, batch, args, q_src, q, kv, layer, group: dims.heads / dims.kv_heads };
+    let call = Call { tier, batch, args, sinks, q_src, q, kv, layer, group: dims.heads / dims.kv_heads };
     let AttnScratch { workers, parts, states, whole, split } = scratch;
     let values = call.tile(pool.threads(), whole, split);
 
-    let slot = tier.attention.tile_rows() * call.part();
+    let slot = tile_rows(&dims, tier) * call.part();
     let wave = parts.len() / slot;
     let out = Disjoint::new(&mut out[..tokens * dims.heads * dims.v_dim]);
     let items = split.iter().map(|t| t.pieces as usize).sum::<usize>();
@@ -199,7 +222,7 @@ pub(super) fn attention(
                         // SAFETY: a task is handed out once, and this is its own part.
                         let part = unsafe { parts.slice(task * slot..(task + 1) * slot) };
                         call.load_queries(tile, &mut worker.q);
-                        call.piece(tile, piece, &worker.q, &mut worker.scores, part);
+                        call.piece(tile, piece, &worker.q, &mut worker.scores, &mut worker.values, part);
                     } else {
                         call.whole(&wholes[task - now], worker, &out);
                     }
@@ -231,6 +254,7 @@ struct Call<'a> {
     tier: &'a Tier,
     batch: AttnBatch<'a>,
     args: &'a AttnArgs,
+    sinks: Option<&'a [f32]>,
     q_src: &'a [f32],
     q: Heads,
     kv: &'a CpuKv,
@@ -244,7 +268,7 @@ impl Call<'_> {
     fn tile(&self, threads: usize, whole: &mut Vec<Tile>, split: &mut Vec<Tile>) -> usize {
         whole.clear();
         split.clear();
-        let most = self.tier.attention.tile_rows();
+        let most = tile_rows(&self.args.dims, self.tier);
         let (mut total, mut seen) = (0, 0);
         for seq in 0..self.batch.kv_lens.len() {
             let rows = (self.batch.q_indptr[seq + 1] - self.batch.q_indptr[seq]) as usize * self.group;
@@ -301,15 +325,17 @@ impl Call<'_> {
         (self.args.window.map_or(0, |w| end.saturating_sub(w)), end)
     }
 
-    /// The tokens of a piece that each row of a tile sees; first = end where it sees none.
-    fn ranges(&self, tile: &Tile, piece: usize) -> [(usize, usize); MAX_ROWS] {
-        let mut ranges = [(0, 0); MAX_ROWS];
-        for (r, range) in ranges[..tile.rows as usize].iter_mut().enumerate() {
-            let (first, end) = self.sees(tile, r);
-            let (first, end) = (first.saturating_sub(piece * PIECE), end.saturating_sub(piece * PIECE).min(PIECE));
-            *range = if first < end { (first, end) } else { (0, 0) };
-        }
-        ranges
+    /// The tokens of a piece that row `r` of a tile sees; first = end where it sees none.
+    fn range(&self, tile: &Tile, r: usize, piece: usize) -> (usize, usize) {
+        let (first, end) = self.sees(tile, r);
+        let (first, end) = (first.saturating_sub(piece * PIECE), end.saturating_sub(piece * PIECE).min(PIECE));
+        if first < end { (first, end) } else { (0, 0) }
+    }
+
+    /// The parts of a tile that the kernels take at once: first row and rows of each.
+    fn kernel_tiles(&self, tile: &Tile) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let (most, rows) = (self.tier.attention.tile_rows(), tile.rows as usize);
+        (0..rows).step_by(most).map(move |first| (first, most.min(rows - first)))
     }
 
     /// A row's token in the batch and its head.
@@ -319,70 +345,92 @@ impl Call<'_> {
         (token, tile.kv_head as usize * self.group + row % self.group)
     }
 
-    /// The tile's queries as `[qk_dim][height]`, times the factor on the scores.
+    /// The tile's queries as `[qk_dim][height]` for each kernel tile, times the factor on the scores.
     fn load_queries(&self, tile: &Tile, to: &mut [f32]) {
-        let height = self.tier.attention.height(tile.rows as usize);
         let factor = match self.args.softcap {
             None => self.args.scale * LOG2_E,
             Some(cap) => self.args.scale / cap,
         };
-        for r in 0..height {
-            if r < tile.rows as usize {
-                let (token, head) = self.place(tile, r);
-                let from = &self.q_src[token * self.q.stride + self.q.offset + head * self.q.dim..][..self.q.dim];
-                for (d, v) in from.iter().enumerate() {
-                    to[d * height + r] = v * factor;
-                }
-            } else {
-                for d in 0..self.q.dim {
-                    to[d * height + r] = 0.0;
+        for (first, rows) in self.kernel_tiles(tile) {
+            let height = self.tier.attention.height(rows);
+            let to = &mut to[first * self.q.dim..][..height * self.q.dim];
+            for r in 0..height {
+                if r < rows {
+                    let (token, head) = self.place(tile, first + r);
+                    let from = &self.q_src[token * self.q.stride + self.q.offset + head * self.q.dim..][..self.q.dim];
+                    for (d, v) in from.iter().enumerate() {
+                        to[d * height + r] = v * factor;
+                    }
+                } else {
+                    for d in 0..self.q.dim {
+                        to[d * height + r] = 0.0;
+                    }
                 }
             }
         }
     }
 
     /// Runs a tile over a piece.
-    fn piece(&self, tile: &Tile, piece: usize, q: &[f32], scores: &mut [f32], parts: &mut [f32]) {
-        let ranges = self.ranges(tile, piece);
-        let ranges = &ranges[..tile.rows as usize];
-        let seen = ranges.iter().filter(|r| r.0 < r.1);
-        let first = seen.clone().map(|r| r.0 / LANES).min().unwrap_or(0);
-        let end = seen.map(|r| r.1.div_ceil(LANES)).max().unwrap_or(0);
+    fn piece(&self, tile: &Tile, piece: usize, q: &[f32], scores: &mut [f32], turned: &mut [f32], parts: &mut [f32]) {
+        let seen = (0..tile.rows as usize).map(|r| self.range(tile, r, piece)).filter(|r| r.0 < r.1);
+        let (first, end) = seen.fold((VECTORS, 0), |(first, end), r| (first.min(r.0 / LANES), end.max(r.1.div_ceil(LANES))));
         if first >= end {
             return;
         }
+        // A vector of tokens is in one block: of those before the first that is seen none is looked up.
         let blocks = &self.batch.blocks[self.batch.block_indptr[tile.seq as usize] as usize..];
         let (size, block_size, v_width) = (self.kv.dtype().bytes(), self.kv.block_size(), self.kv.v_width(self.layer));
+        let v_in_k = self.args.dims.v_in_k;
         let (mut keys, mut values) = ([std::ptr::null(); VECTORS], [std::ptr::null(); VECTORS]);
         for i in first..end {
             let token = piece * PIECE + i * LANES;
             let (k, v) = self.kv.head(self.layer, blocks[token / block_size], tile.kv_head as usize);
             keys[i] = k[token % block_size * size..].as_ptr();
-            values[i] = v[token % block_size * v_width * size..].as_ptr();
+            if !v_in_k {
+                values[i] = v[token % block_size * v_width * size..].as_ptr();
+            }
         }
-        let mut job = PieceJob {
-            q,
-            ranges,
-            keys,
-            values,
-            qk_dim: self.args.dims.qk_dim,
-            v_width,
-            block_size,
-            cap: self.args.softcap.map(|cap| cap * LOG2_E),
-            scores,
-            parts,
-        };
-        // SAFETY: every vector that a row sees points into its head of its block, at the row that `CpuKv` documents; the
-        // cache is borrowed for the whole call, so nobody writes it.
-        unsafe { self.tier.attention.piece(self.kv.dtype() == KvDType::F16, &mut job) };
+        let (qk_dim, half) = (self.args.dims.qk_dim, self.kv.dtype() == KvDType::F16);
+        if v_in_k {
+            let to = bytemuck::cast_slice_mut::<f32, u8>(turned);
+            let mut job = TurnJob { keys: &keys, vectors: first..end, qk_dim, v_width, block_size, to };
+            // SAFETY: as below.
+            unsafe { self.tier.attention.turn(half, &mut job) };
+            let turned = bytemuck::cast_slice::<f32, u8>(turned);
+            for i in first..end {
+                values[i] = turned[i * LANES * v_width * size..].as_ptr();
+            }
+        }
+        for (row, rows) in self.kernel_tiles(tile) {
+            let mut ranges = [(0, 0); MAX_ROWS];
+            for (r, range) in ranges[..rows].iter_mut().enumerate() {
+                *range = self.range(tile, row + r, piece);
+            }
+            let mut job = PieceJob {
+                q: &q[row * qk_dim..],
+                ranges: &ranges[..rows],
+                keys,
+                values,
+                qk_dim,
+                v_width,
+                block_size,
+                cap: self.args.softcap.map(|cap| cap * LOG2_E),
+                scores: &mut *scores,
+                parts: &mut parts[row * self.part()..],
+            };
+            // SAFETY: every vector that a row sees points into its head of its block, at the row that `CpuKv` documents, or
+            // to the turned values; the cache is borrowed for the whole call, so nobody writes it.
+            unsafe { self.tier.attention.piece(half, &mut job) };
+        }
     }
 
     /// Adds the parts of a piece to the rows' states.
     fn join(&self, tile: &Tile, piece: usize, state: &mut [f32], parts: &[f32]) {
         let part = self.part();
-        for (r, range) in self.ranges(tile, piece)[..tile.rows as usize].iter().enumerate() {
+        for r in 0..tile.rows as usize {
             let (state, parts) = (&mut state[r * part..][..part], &parts[r * part..][..part]);
-            if range.0 >= range.1 {
+            let (first, end) = self.range(tile, r, piece);
+            if first >= end {
                 continue;
             }
             // The first piece that a row sees is the state; adding it to an empty one would round.
@@ -402,7 +450,9 @@ impl Call<'_> {
             let at = (token * dims.heads + head) * dims.v_dim;
             // SAFETY: a row is in one tile, a tile is finished once, and this is the row's own place.
             let out = unsafe { out.slice(at..at + dims.v_dim) };
-            self.tier.attention.finish(&state[r * part..][..part], out);
+            // As a power of two, as the scores; held to what f32 has, so that no difference is a NaN.
+            let sink = self.sinks.map(|s| (s[head] * LOG2_E).clamp(f32::MIN, f32::MAX));
+            self.tier.attention.finish(&state[r * part..][..part], sink, out);
         }
     }
 
@@ -410,7 +460,7 @@ impl Call<'_> {
     fn whole(&self, tile: &Tile, worker: &mut Worker, out: &Disjoint<'_, f32>) {
         self.load_queries(tile, &mut worker.q);
         for piece in tile.first_piece as usize..(tile.first_piece + tile.pieces) as usize {
-            self.piece(tile, piece, &worker.q, &mut worker.scores, &mut worker.parts);
+            self.piece(tile, piece, &worker.q, &mut worker.scores, &mut worker.values, &mut worker.parts);
             self.join(tile, piece, &mut worker.state, &worker.parts);
         }
         self.finish(tile, &worker.state, out);
@@ -419,6 +469,8 @@ impl Call<'_> {
 
 /// A tile with more than the work of all by this many a thread is split.
 const SHARES: usize = 4;
+/// Kernel tiles that share a piece's turned values; to turn them takes as long as two to four rows' work.
+const SHARED_TILES: usize = 4;
 /// Parts a thread that are held before they are joined.
 const WAVE: usize = 32;
 /// Values of the cache whose reading takes about as long as waking a thread.

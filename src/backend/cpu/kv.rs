@@ -1,5 +1,6 @@
 //! The paged cache in memory: for each layer, block and kv head the keys as `[qk_dim][block_size]`, then the values as
 //! `[block_size][v_dim]`, v_dim padded to whole vectors. So a lane is a token in the scores and a dimension in the sums.
+//! A layer whose values are part of its keys has keys alone.
 //! Knows no sequence: which block is whose is the batch's business.
 //!
 //! Invariant: a write touches its own tokens only; padding stays zero.
@@ -8,6 +9,7 @@
 use super::arena::Aligned;
 use super::pool::{Disjoint, Pool};
 use super::simd::{LANES, Tier};
+use crate::arch::AttnDims;
 use crate::backend::{Heads, KvShape};
 use crate::dtype::KvDType;
 use crate::error::RunError;
@@ -31,6 +33,7 @@ struct Layer {
     qk_dim: usize,
     v_dim: usize,
     v_width: usize,
+    v_in_k: bool,
     /// Values of one head's keys in a block.
     keys: usize,
     /// Values of one head in a block.
@@ -54,9 +57,13 @@ impl CpuKv {
     /// # Errors
     /// Where the memory is not to be had, or a block is no power of two of whole vectors.
     pub(super) fn new(shape: &KvShape) -> Result<Self, RunError> {
+        let refuse = |message| Err(RunError::Device { device: "CPU".into(), message });
         if !shape.block_size.is_power_of_two() || shape.block_size < LANES {
-            let message = format!("cache blocks: expected a power of two of at least {LANES} tokens, found {}", shape.block_size);
-            return Err(RunError::Device { device: "CPU".into(), message });
+            let found = shape.block_size;
+            return refuse(format!("cache blocks: expected a power of two of at least {LANES} tokens, found {found}"));
+        }
+        if let Some((i, d)) = shape.layers.iter().enumerate().find(|(_, d)| d.v_in_k && d.v_dim > d.qk_dim) {
+            return refuse(format!("layer {i}: values of {} in keys of {}", d.v_dim, d.qk_dim));
         }
         let refused = || RunError::Device {
             device: "CPU".into(),
@@ -78,12 +85,17 @@ impl CpuKv {
         self.block_size
     }
 
-    /// Values in a row of a layer's values.
+    /// A layer's values are the first part of its keys.
+    pub(super) fn v_in_k(&self, layer: usize) -> bool {
+        self.layers[layer].v_in_k
+    }
+
+    /// Values in a row of a layer's values, stored or made of keys.
     pub(super) fn v_width(&self, layer: usize) -> usize {
         self.layers[layer].v_width
     }
 
-    /// Bytes of a head's keys and of its values in a block.
+    /// Bytes of a head's keys and of its values in a block; no values where they are part of the keys.
     ///
     /// # Panics
     /// Where there is no such block, head or layer.
@@ -94,14 +106,15 @@ impl CpuKv {
         bytes.split_at(l.keys * self.dtype.bytes())
     }
 
-    /// Writes token t of `src` to slot `slots[t]`, for all t.
+    /// Writes token t of `src` to slot `slots[t]`, for all t; keys alone where values are part of them.
     ///
     /// # Panics
     /// Where a slot lies beyond the cache or the shapes do not agree with the layer's.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn write(&mut self, pool: &Pool, tier: &Tier, layer: usize, slots: &[u32], src: &[f32], k: Heads, v: Heads) {
         let l = self.layers[layer];
-        assert_eq!((k.heads, k.dim, v.heads, v.dim), (l.kv_heads, l.qk_dim, l.kv_heads, l.v_dim), "heads of layer {layer}");
+        assert_eq!((k.heads, k.dim), (l.kv_heads, l.qk_dim), "key heads of layer {layer}");
+        assert!(l.v_in_k || (v.heads, v.dim) == (l.kv_heads, l.v_dim), "value heads of layer {layer}: {v:?}");
         let this = (self.blocks, self.block_size);
         match self.dtype {
             KvDType::F32 => {
@@ -177,6 +190,9 @@ fn write<E: Copy + Default + Send>(
                         keys[(64 * i + d) * block_size + offset] = *value;
                     }
                 }
+                if l.v_in_k {
+                    continue;
+                }
                 let from = &src[token * v.stride + v.offset + head * v.dim..][..v.dim];
                 convert(from, &mut values[offset * l.v_width..][..v.dim]);
             }
@@ -192,8 +208,10 @@ fn layout(shape: &KvShape) -> Option<(Vec<Layer>, usize)> {
     for dims in &shape.layers {
         let v_width = dims.v_dim.checked_next_multiple_of(LANES)?;
         let keys = dims.qk_dim.checked_mul(shape.block_size)?.checked_next_multiple_of(line)?;
-        let head = v_width.checked_mul(shape.block_size)?.checked_add(keys)?.checked_next_multiple_of(line)?;
-        layers.push(Layer { offset, kv_heads: dims.kv_heads, qk_dim: dims.qk_dim, v_dim: dims.v_dim, v_width, keys, head });
+        let values = if dims.v_in_k { 0 } else { v_width.checked_mul(shape.block_size)? };
+        let head = values.checked_add(keys)?.checked_next_multiple_of(line)?;
+        let AttnDims { kv_heads, qk_dim, v_dim, v_in_k, .. } = *dims;
+        layers.push(Layer { offset, kv_heads, qk_dim, v_dim, v_width, v_in_k, keys, head });
         offset = head.checked_mul(dims.kv_heads)?.checked_mul(shape.blocks)?.checked_add(offset)?;
     }
     Some((layers, offset))
@@ -205,7 +223,6 @@ const PARALLEL_FROM: usize = 16_384;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arch::AttnDims;
 
     /// Heads of a token as they lie in the cache, keys then values, widened.
     fn token(kv: &CpuKv, layer: usize, slot: usize, head: usize) -> (Vec<f32>, Vec<f32>) {
@@ -217,13 +234,14 @@ mod tests {
         };
         let offset = slot % kv.block_size;
         let keys = (0..l.qk_dim).map(|d| value(k, d * kv.block_size + offset)).collect();
-        let values = (0..l.v_width).map(|d| value(v, offset * l.v_width + d)).collect();
+        let stored = if l.v_in_k { 0 } else { l.v_width };
+        let values = (0..stored).map(|d| value(v, offset * l.v_width + d)).collect();
         (keys, values)
     }
 
     #[test]
     fn tokens_are_found_where_they_were_written_and_blocks_copied_in_order() {
-        let dims = |kv_heads, qk_dim, v_dim| AttnDims { heads: kv_heads, kv_heads, qk_dim, v_dim };
+        let dims = |kv_heads, qk_dim, v_dim| AttnDims { heads: kv_heads, kv_heads, qk_dim, v_dim, v_in_k: false };
         for dtype in [KvDType::F32, KvDType::F16] {
             for (tokens, threads) in [(3, 1), (90, 3)] {
                 let layers = vec![dims(3, 70, 17), dims(1, 16, 96)];
@@ -263,8 +281,51 @@ mod tests {
     }
 
     #[test]
+    fn values_in_keys_take_no_memory() {
+        // DeepSeek-V3: a latent of 512 and 64 rotated values for all of 128 heads.
+        let latent = AttnDims { heads: 128, kv_heads: 1, qk_dim: 512 + 64, v_dim: 512, v_in_k: true };
+        let expanded = AttnDims { heads: 128, kv_heads: 128, qk_dim: 128 + 64, v_dim: 128, v_in_k: false };
+        for block_size in [16, 64] {
+            let bytes = |dims, dtype| CpuKv::bytes(&KvShape { layers: vec![dims], blocks: 10, block_size, dtype }).unwrap();
+            let token = |dims, dtype| bytes(dims, dtype) / (10 * block_size);
+            assert_eq!(bytes(latent, KvDType::F16), 10 * block_size * 1152);
+            assert_eq!((token(latent, KvDType::F16), token(latent, KvDType::F32)), (1152, 2304));
+            // 71 times.
+            assert_eq!(token(expanded, KvDType::F16), 81_920);
+        }
+    }
+
+    #[test]
+    fn values_in_keys_are_not_written() {
+        let plain = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
+        for dtype in [KvDType::F32, KvDType::F16] {
+            let latent = AttnDims { heads: 4, kv_heads: 2, qk_dim: 20, v_dim: 12, v_in_k: true };
+            let shape = KvShape { layers: vec![plain, latent, plain], blocks: 3, block_size: 16, dtype };
+            let mut kv = CpuKv::new(&shape).unwrap();
+            let src: Vec<_> = (1..=3 * 42).map(|i| i as f32).collect();
+            let heads = Heads { stride: 42, offset: 2, heads: 2, dim: 20 };
+            // Where values would lie is of no concern.
+            let nowhere = Heads { stride: 0, offset: usize::MAX, heads: 0, dim: 0 };
+            kv.write(&Pool::new(1).unwrap(), Tier::best(), 1, &[47, 3, 16], &src, heads, nowhere);
+            kv.copy_blocks(&[(BlockId(2), BlockId(1)), (BlockId(0), BlockId(2))]);
+            for (t, slot) in [(0, 47 - 16), (1, 3), (1, 3 + 32)] {
+                for head in 0..2 {
+                    let (keys, values) = token(&kv, 1, slot, head);
+                    assert_eq!(keys, src[t * 42 + 2 + head * 20..][..20]);
+                    assert!(values.is_empty());
+                }
+            }
+            let size = dtype.bytes();
+            let other = |layer| (0..3).all(|b| kv.head(layer, BlockId(b), 0).0.iter().all(|v| *v == 0));
+            assert!(other(0) && other(2), "no other layer is touched");
+            // 20 x 16 values of two heads, between 32 x 16 of one.
+            assert_eq!(CpuKv::bytes(&shape), Some(3 * 16 * (2 * 20 + 2 * 32) * size));
+        }
+    }
+
+    #[test]
     fn a_size_beyond_memory_is_an_error() {
-        let layers = vec![AttnDims { heads: 1, kv_heads: 1, qk_dim: 64, v_dim: 64 }];
+        let layers = vec![AttnDims { heads: 1, kv_heads: 1, qk_dim: 64, v_dim: 64, v_in_k: false }];
         let shape = KvShape { layers, blocks: usize::MAX / 64, block_size: 16, dtype: KvDType::F16 };
         assert_eq!(CpuKv::bytes(&shape), None);
         assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { .. })));

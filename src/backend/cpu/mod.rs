@@ -10,6 +10,7 @@
 //! | `acts`, `simd/linear` | matrices |
 //! | `kv`, `attention`, `simd/attention` | the cache and what reads it |
 //! | `vector`, `simd/vector` | norms, rotations, activations |
+//! | `moe` | mixtures of experts |
 //!
 //! Invariant: a result has the same bits on every tier and for any number of threads.
 
@@ -18,6 +19,7 @@ mod arena;
 mod attention;
 mod float_env;
 mod kv;
+mod moe;
 mod ops;
 mod panel;
 mod pool;

@@ -3,11 +3,11 @@
 
 use super::arena::Aligned;
 use super::float_env::FloatEnv;
-use super::simd::Input;
+use super::simd::{Input, Product, Products};
 use super::weight::{Store, check_order, malformed, values};
-use super::{Compute, Cpu, CpuBuf, CpuKv, CpuStep, CpuWeight, attention, vector};
-use crate::arch::{Activation, NormSpec, RopeStyle};
-use crate::backend::{AttnArgs, Backend, Heads, KvShape, RowOrder, WeightPart};
+use super::{Compute, Cpu, CpuBuf, CpuKv, CpuStep, CpuWeight, attention, moe, vector};
+use crate::arch::{Activation, Glu, NormSpec, RopeStyle};
+use crate::backend::{AttnArgs, Backend, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
 use crate::batch::{Batch, BatchLimits};
 use crate::dtype::FormatId;
 use crate::error::{LoadError, RunError};
@@ -41,15 +41,15 @@ impl Backend for Cpu {
         CpuKv::bytes(shape).map_or(u64::MAX, |b| b as u64)
     }
 
-    fn step_bytes(&self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> u64 {
-        CpuStep::bytes(limits, max_columns, kv, self.threads(), self.tier)
+    fn step_bytes(&self, limits: &BatchLimits, max_columns: usize, kv: &KvShape, moe: &MoeShape) -> u64 {
+        CpuStep::bytes(limits, max_columns, kv, moe, self.threads(), self.tier)
     }
 
     fn buf(&mut self, len: usize) -> Result<CpuBuf, RunError> {
         Ok(CpuBuf(Aligned::zeroed(len)?))
     }
 
-    fn vector(&mut self, parts: &[WeightPart<'_>]) -> Result<CpuBuf, LoadError> {
+    fn vector(&mut self, parts: &[WeightPart<'_>], plus: f32) -> Result<CpuBuf, LoadError> {
         let _env = FloatEnv::enter();
         let mut len = 0usize;
         for part in parts {
@@ -84,6 +84,9 @@ impl Backend for Cpu {
                 }
             }
         }
+        if plus != 0.0 {
+            buf.0.iter_mut().for_each(|v| *v += plus);
+        }
         Ok(buf)
     }
 
@@ -95,8 +98,8 @@ impl Backend for Cpu {
         CpuKv::new(shape)
     }
 
-    fn step(&mut self, limits: &BatchLimits, max_columns: usize, kv: &KvShape) -> Result<CpuStep, RunError> {
-        CpuStep::new(limits, max_columns, kv, self.threads(), self.tier)
+    fn step(&mut self, limits: &BatchLimits, max_columns: usize, kv: &KvShape, moe: &MoeShape) -> Result<CpuStep, RunError> {
+        CpuStep::new(limits, max_columns, kv, moe, self.threads(), self.tier)
     }
 
     fn begin(&mut self, batch: &Batch, step: &mut CpuStep) -> Result<(), RunError> {
@@ -124,18 +127,41 @@ impl Backend for Cpu {
         Ok(())
     }
 
+    fn embed_positions(&mut self, step: &CpuStep, table: &CpuWeight, x: &mut CpuBuf) -> Result<(), RunError> {
+        if let Some(&at) = step.positions.iter().find(|&&at| at as usize >= table.rows()) {
+            return Err(RunError::BatchTooLarge { what: "position", found: at as usize, limit: table.rows() - 1 });
+        }
+        let k = table.columns();
+        self.pool.for_each_row(&mut x.0[..step.positions.len() * k], k, 4, |first, rows| {
+            let mut values = [0.0; PART];
+            for (row, &at) in rows.chunks_exact_mut(k).zip(&step.positions[first..]) {
+                for (i, x) in row.chunks_mut(PART).enumerate() {
+                    let values = &mut values[..x.len()];
+                    table.decode_part(at as usize, i * PART, values);
+                    x.iter_mut().zip(values).for_each(|(x, v)| *x += *v);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn add(&mut self, len: usize, x: &mut CpuBuf, delta: &CpuBuf, scale: f32) -> Result<(), RunError> {
+        vector::add(&self.pool, self.tier, &mut x.0[..len], &delta.0, scale);
+        Ok(())
+    }
+
     fn add_norm(
         &mut self,
         rows: usize,
         width: usize,
         x: &mut CpuBuf,
-        delta: Option<&CpuBuf>,
+        delta: Option<(&CpuBuf, f32)>,
         norm: &NormSpec,
         weight: &CpuBuf,
         bias: Option<&CpuBuf>,
         out: &mut CpuBuf,
     ) -> Result<(), RunError> {
-        let (delta, bias, len) = (delta.map(|d| &d.0[..]), bias.map(|b| &b.0[..]), rows * width);
+        let (delta, bias, len) = (delta.map(|(d, scale)| (&d.0[..], scale)), bias.map(|b| &b.0[..]), rows * width);
         vector::add_norm(&self.pool, self.tier, width, &mut x.0[..len], delta, norm, &weight.0, bias, &mut out.0[..len]);
         Ok(())
     }
@@ -149,9 +175,48 @@ impl Backend for Cpu {
         step: &mut CpuStep,
         out: &mut CpuBuf,
     ) -> Result<(), RunError> {
-        let (n, k) = (w.rows(), w.columns());
-        let input = Input { x: &x.0[..rows * k], rows, k, bias: bias.map(|b| &b.0[..n]) };
-        self.tier.linear.matmul(&self.pool, &w.segments, n, &input, &mut step.words, &mut out.0[..rows * n]);
+        let input = Input { x: &x.0[..rows * w.columns()], rows, bias: bias.map(|b| &b.0[..w.rows()]) };
+        self.tier.linear.matmul(&self.pool, w, &input, &mut step.words, &mut out.0[..rows * w.rows()]);
+        Ok(())
+    }
+
+    fn linear_heads(
+        &mut self,
+        rows: usize,
+        x: &CpuBuf,
+        from: Heads,
+        w: &[CpuWeight],
+        step: &mut CpuStep,
+        out: &mut CpuBuf,
+        to: Heads,
+    ) -> Result<(), RunError> {
+        assert!(w.len() == from.heads && w.len() == to.heads, "{} matrices, {from:?}, {to:?}", w.len());
+        // As many heads at once as the scratch holds.
+        let most = (step.words.len() / (rows * from.dim).max(1)).max(1);
+        for first in (0..w.len()).step_by(most) {
+            let of = |i| Product {
+                w: &w[first + i],
+                bias: None,
+                rows: 0..rows,
+                x: from.offset + (first + i) * from.dim,
+                y: to.offset + (first + i) * to.dim,
+                before: i * rows,
+            };
+            let all = Products { count: most.min(w.len() - first), of: &of, x: &x.0, x_stride: from.stride, y_stride: to.stride };
+            self.tier.linear.products(&self.pool, &all, &mut step.words, &mut out.0);
+        }
+        Ok(())
+    }
+
+    fn norm_heads(
+        &mut self,
+        rows: usize,
+        x: &mut CpuBuf,
+        heads: Heads,
+        norm: &NormSpec,
+        weight: &CpuBuf,
+    ) -> Result<(), RunError> {
+        vector::norm_heads(&self.pool, self.tier, rows, &mut x.0, heads, norm, &weight.0);
         Ok(())
     }
 
@@ -189,17 +254,37 @@ impl Backend for Cpu {
         q: Heads,
         kv: &CpuKv,
         layer: usize,
+        sinks: Option<&CpuBuf>,
         out: &mut CpuBuf,
     ) -> Result<(), RunError> {
+        let sinks = sinks.map(|s| &s.0[..args.dims.heads]);
         // The caller's thread joins pieces outside of the pool's jobs.
         let _env = FloatEnv::enter();
         let (batch, scratch) = step.attention();
-        attention::attention(&self.pool, self.tier, scratch, batch, args, &q_src.0, q, kv, layer, &mut out.0);
+        attention::attention(&self.pool, self.tier, scratch, batch, args, sinks, &q_src.0, q, kv, layer, &mut out.0);
         Ok(())
     }
 
-    fn gate(&mut self, rows: usize, width: usize, act: Activation, x: &CpuBuf, out: &mut CpuBuf) -> Result<(), RunError> {
-        vector::gate(&self.pool, self.tier, width, act, &x.0[..2 * rows * width], &mut out.0[..rows * width]);
+    fn gate(&mut self, rows: usize, width: usize, glu: Glu, x: &CpuBuf, out: &mut CpuBuf) -> Result<(), RunError> {
+        vector::gate(&self.pool, self.tier, width, glu, &x.0[..2 * rows * width], &mut out.0[..rows * width]);
+        Ok(())
+    }
+
+    fn activate(&mut self, len: usize, act: Activation, x: &mut CpuBuf) -> Result<(), RunError> {
+        vector::activate(&self.pool, self.tier, act, &mut x.0[..len]);
+        Ok(())
+    }
+
+    fn moe(
+        &mut self,
+        rows: usize,
+        x: &CpuBuf,
+        args: &MoeArgs<'_, Self>,
+        step: &mut CpuStep,
+        out: &mut CpuBuf,
+    ) -> Result<(), RunError> {
+        let len = rows * args.hidden;
+        moe::moe(&self.pool, self.tier, rows, &x.0[..len], args, &mut step.moe, &mut step.words, &mut out.0[..len]);
         Ok(())
     }
 
@@ -223,6 +308,9 @@ impl Backend for Cpu {
         Ok(())
     }
 }
+
+/// Values of a row that are decoded at a time: whole blocks of every format.
+const PART: usize = 256;
 
 #[cfg(test)]
 mod tests;

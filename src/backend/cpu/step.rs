@@ -5,8 +5,9 @@
 
 use super::arena::Aligned;
 use super::attention::{AttnBatch, AttnScratch};
+use super::moe::MoeScratch;
 use super::simd::Tier;
-use crate::backend::KvShape;
+use crate::backend::{KvShape, MoeShape};
 use crate::batch::{Batch, BatchLimits};
 use crate::error::RunError;
 use crate::ids::{BlockId, TokenId};
@@ -15,6 +16,7 @@ use crate::ids::{BlockId, TokenId};
 pub struct CpuStep {
     limits: BatchLimits,
     pub(super) tokens: Vec<TokenId>,
+    pub(super) positions: Vec<u32>,
     pub(super) slots: Vec<u32>,
     pub(super) rows: Vec<u32>,
     q_indptr: Vec<u32>,
@@ -24,35 +26,48 @@ pub struct CpuStep {
     /// Activations in a kernel's layout, a word a value at most.
     pub(super) words: Aligned<u32>,
     pub(super) attention: AttnScratch,
+    pub(super) moe: MoeScratch,
 }
 
 impl CpuStep {
     /// Bytes that [`new`](Self::new) allocates.
-    pub(super) fn bytes(limits: &BatchLimits, max_columns: usize, kv: &KvShape, threads: usize, tier: &Tier) -> u64 {
+    pub(super) fn bytes(
+        limits: &BatchLimits,
+        max_columns: usize,
+        kv: &KvShape,
+        moe: &MoeShape,
+        threads: usize,
+        tier: &Tier,
+    ) -> u64 {
         // Four bytes in every array.
-        let index = 2 * limits.tokens + limits.rows + 3 * limits.seqs + 2 + limits.blocks;
-        let words = (limits.tokens as u64).saturating_mul(max_columns as u64).saturating_add(index as u64);
-        words.saturating_mul(4).saturating_add(AttnScratch::bytes(limits, kv, threads, tier) as u64)
+        let index = 3 * limits.tokens + limits.rows + 3 * limits.seqs + 2 + limits.blocks;
+        let words = (MoeScratch::pairs(limits.tokens, moe) as u64).saturating_mul(max_columns as u64);
+        let bytes = words.saturating_add(index as u64).saturating_mul(4);
+        let attention = AttnScratch::bytes(limits, kv, threads, tier) as u64;
+        bytes.saturating_add(attention).saturating_add(MoeScratch::bytes(limits.tokens, moe))
     }
 
     pub(super) fn new(
         limits: &BatchLimits,
         max_columns: usize,
         kv: &KvShape,
+        moe: &MoeShape,
         threads: usize,
         tier: &Tier,
     ) -> Result<Self, RunError> {
         Ok(CpuStep {
             limits: *limits,
             tokens: reserved(limits.tokens)?,
+            positions: reserved(limits.tokens)?,
             slots: reserved(limits.tokens)?,
             rows: reserved(limits.rows)?,
             q_indptr: reserved(limits.seqs + 1)?,
             kv_lens: reserved(limits.seqs)?,
             block_indptr: reserved(limits.seqs + 1)?,
             blocks: reserved(limits.blocks)?,
-            words: Aligned::zeroed(limits.tokens.saturating_mul(max_columns))?,
+            words: Aligned::zeroed(MoeScratch::pairs(limits.tokens, moe).saturating_mul(max_columns))?,
             attention: AttnScratch::new(limits, kv, threads, tier)?,
+            moe: MoeScratch::new(limits.tokens, moe)?,
         })
     }
 
@@ -67,6 +82,7 @@ impl CpuStep {
         fits("block table entries", batch.blocks().len(), self.limits.blocks)?;
         fits("rows", batch.rows().len(), self.limits.rows)?;
         refill(&mut self.tokens, batch.tokens());
+        refill(&mut self.positions, batch.positions());
         refill(&mut self.slots, batch.slots());
         refill(&mut self.rows, batch.rows());
         refill(&mut self.q_indptr, batch.q_indptr());

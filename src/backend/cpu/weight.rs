@@ -82,11 +82,13 @@ impl Segment {
         &self.bytes[(row * self.k + first) / block * bytes..][..len / block * bytes]
     }
 
-    /// Row `row` as numbers.
-    fn decode_row(&self, row: usize, out: &mut [f32]) {
+    /// Values of row `row` from `first` on as numbers.
+    fn decode_part(&self, row: usize, first: usize, out: &mut [f32]) {
         match self.store {
-            Store::Panels(panel) => panel.row(self.panel(row / LANES), row % LANES, out),
-            Store::Source(codec) => (codec.decode)(self.source(codec, row, 0, self.k), out),
+            Store::Panels(panel) => {
+                panel.row(&self.panel(row / LANES)[first / panel.block_len * panel.bytes..], row % LANES, out);
+            }
+            Store::Source(codec) => (codec.decode)(self.source(codec, row, first, out.len()), out),
         }
     }
 }
@@ -121,8 +123,13 @@ impl CpuWeight {
 
     /// Row `row` as numbers, exactly as the file's format means them.
     pub(super) fn decode_row(&self, row: usize, out: &mut [f32]) {
+        self.decode_part(row, 0, out);
+    }
+
+    /// Values of row `row` from `first` on; both ends lie between blocks.
+    pub(super) fn decode_part(&self, row: usize, first: usize, out: &mut [f32]) {
         let segment = self.segments.iter().rfind(|s| s.column <= row).expect("a matrix has rows");
-        segment.decode_row(row - segment.column, out);
+        segment.decode_part(row - segment.column, first, out);
     }
 }
 
@@ -225,15 +232,20 @@ pub(super) fn values(part: &WeightPart<'_>) -> Result<usize, LoadError> {
         .ok_or_else(|| malformed(part, "shape", "a size that can be addressed", format!("{:?}", part.view.shape)))
 }
 
-/// An order other than the natural one needs heads of an even number of rows.
+/// An order other than the natural one needs heads of the same number of rows, of an even number where halves interleave.
 pub(super) fn check_order(part: &WeightPart<'_>, rows: usize) -> Result<(), LoadError> {
-    match part.order {
-        RowOrder::Natural => Ok(()),
-        RowOrder::Interleaved { heads } if heads > 0 && rows.is_multiple_of(2 * heads) => Ok(()),
-        RowOrder::Interleaved { heads } => {
-            let expected = format!("{heads} heads of an even number of rows");
-            Err(ConfigError::invalid(format!("rows of tensor {}", part.name), expected, rows).into())
-        }
+    let (unit, expected) = match part.order {
+        RowOrder::Natural => return Ok(()),
+        RowOrder::Interleaved { heads } => (heads.checked_mul(2), format!("{heads} heads of an even number of rows")),
+        RowOrder::Rolled { heads, .. } => (Some(heads), format!("{heads} heads")),
+        RowOrder::Grouped { groups, queries } => (
+            queries.checked_add(2).and_then(|heads| heads.checked_mul(groups)),
+            format!("{groups} groups of {queries} query heads, a key head and a value head"),
+        ),
+    };
+    match unit {
+        Some(unit) if unit > 0 && rows > 0 && rows.is_multiple_of(unit) => Ok(()),
+        _ => Err(ConfigError::invalid(format!("rows of tensor {}", part.name), expected, rows).into()),
     }
 }
 

@@ -28,10 +28,13 @@ struct Shape {
     kv_heads: usize,
     qk_dim: usize,
     v_dim: usize,
+    v_in_k: bool,
     block_size: usize,
     dtype: KvDType,
     window: Option<usize>,
     softcap: Option<f32>,
+    /// Of head 0; those of the others follow in steps.
+    sink: Option<f32>,
 }
 
 /// Sequences with all their tokens in the cache.
@@ -43,6 +46,7 @@ struct World {
     /// Per sequence: the block table and, per token, q, k and v as the cache rounds them.
     seqs: Vec<Seq>,
     limits: BatchLimits,
+    sinks: Option<Vec<f32>>,
 }
 
 struct Seq {
@@ -56,9 +60,9 @@ const LAYER: usize = 1;
 
 impl World {
     fn new(shape: Shape, lens: &[usize]) -> World {
-        let Shape { heads, kv_heads, qk_dim, v_dim, block_size, dtype, .. } = shape;
-        let dims = AttnDims { heads, kv_heads, qk_dim, v_dim };
-        let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40 };
+        let Shape { heads, kv_heads, qk_dim, v_dim, v_in_k, block_size, dtype, .. } = shape;
+        let dims = AttnDims { heads, kv_heads, qk_dim, v_dim, v_in_k };
+        let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40, v_in_k: false };
         let per_seq: Vec<_> = lens.iter().map(|l| l.div_ceil(block_size)).collect();
         let blocks = per_seq.iter().sum::<usize>() + 3;
         let kv_shape = KvShape { layers: vec![other, dims, other], blocks, block_size, dtype };
@@ -85,6 +89,10 @@ impl World {
                 Heads { stride, offset: 1 + kw, heads: kv_heads, dim: v_dim },
             );
             kv.write(&pool, tier, LAYER, &slots, &src, kh, vh);
+            if v_in_k {
+                let heads = k.chunks(qk_dim).flat_map(|k| &k[..v_dim]);
+                v = heads.copied().collect();
+            }
             if dtype == KvDType::F16 {
                 k.iter_mut().chain(&mut v).for_each(|v| *v = half::f16::from_f32(*v).to_f32());
             }
@@ -92,7 +100,8 @@ impl World {
         }
         let args = AttnArgs { dims, scale: 1.0 / (qk_dim as f32).sqrt(), window: shape.window, softcap: shape.softcap };
         let limits = BatchLimits { tokens: lens.iter().sum(), seqs: lens.len(), blocks, rows: 1 };
-        World { shape, args, kv_shape, kv, seqs, limits }
+        let sinks = shape.sink.map(|s| (0..heads).map(|h| s + h as f32 * 0.25).collect());
+        World { shape, args, kv_shape, kv, seqs, limits, sinks }
     }
 
     /// Output bits of the given (sequence, first position, end) in one batch.
@@ -116,14 +125,16 @@ impl World {
         scratch.parts.fill(f32::NAN);
         for w in &scratch.workers {
             let mut w = w.lock();
-            let Worker { q, scores, parts, state } = &mut *w;
+            let Worker { q, scores, values, parts, state } = &mut *w;
+            values.fill(f32::NAN);
             for v in [q, scores, parts, state] {
                 v.fill(f32::NAN);
             }
         }
         let mut out = vec![f32::NAN; batch.tokens().len() * heads * v_dim];
         let heads = Heads { stride: heads * qk_dim + 3, offset: 3, heads, dim: qk_dim };
-        attention(&pool, tier, &mut scratch, (&batch).into(), &self.args, &q, heads, &self.kv, LAYER, &mut out);
+        let sinks = self.sinks.as_deref();
+        attention(&pool, tier, &mut scratch, (&batch).into(), &self.args, sinks, &q, heads, &self.kv, LAYER, &mut out);
         out.iter().map(|v| v.to_bits()).collect()
     }
 
@@ -142,8 +153,9 @@ impl World {
                 softcap.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh())
             })
             .collect();
-        let max = scores.iter().copied().fold(f64::MIN, f64::max);
-        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        let sink = self.sinks.as_ref().map(|s| f64::from(s[head]));
+        let max = scores.iter().copied().chain(sink).fold(f64::MIN, f64::max);
+        let sum: f64 = scores.iter().copied().chain(sink).map(|s| (s - max).exp()).sum();
         let mut out = vec![0.0; v_dim];
         for (i, score) in scores.iter().enumerate() {
             let v = &s.v[((first + i) * kv_heads + kv_head) * v_dim..][..v_dim];
@@ -216,10 +228,12 @@ fn near_f64_and_the_same_bits_everywhere() {
                     kv_heads,
                     qk_dim,
                     v_dim,
+                    v_in_k: false,
                     block_size: [16, 32, 64, 256][(i * 3 + i / 4) % 4],
                     dtype: [KvDType::F16, KvDType::F32][i % 2],
                     window,
                     softcap: [None, None, Some(2.0)][i % 3],
+                    sink: [None, None, None, Some(-1.0)][i / 2 % 4],
                 };
                 if q_len > len {
                     continue;
@@ -236,13 +250,26 @@ fn near_f64_and_the_same_bits_everywhere() {
 fn every_shape_of_heads() {
     for (i, (heads, kv_heads, qk_dim, v_dim)) in DIMS.into_iter().chain([(64, 1, 576, 512), (12, 1, 256, 256)]).enumerate() {
         let dtype = [KvDType::F16, KvDType::F32][i % 2];
-        let shape = Shape { heads, kv_heads, qk_dim, v_dim, block_size: 32, dtype, window: None, softcap: None };
+        let shape = Shape { heads, kv_heads, qk_dim, v_dim, block_size: 32, dtype, ..SMOL };
         World::new(shape, &[300]).check(&[(0, 298, 300)]);
     }
 }
 
-const SMOL: Shape =
-    Shape { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64, block_size: 16, dtype: KvDType::F16, window: None, softcap: None };
+const SMOL: Shape = Shape {
+    heads: 9,
+    kv_heads: 3,
+    qk_dim: 64,
+    v_dim: 64,
+    v_in_k: false,
+    block_size: 16,
+    dtype: KvDType::F16,
+    window: None,
+    softcap: None,
+    sink: None,
+};
+
+/// DeepSeek-V2-Lite's.
+const LATENT: Shape = Shape { heads: 16, kv_heads: 1, qk_dim: 576, v_dim: 512, v_in_k: true, ..SMOL };
 
 #[test]
 fn a_row_does_not_know_its_batch() {
@@ -298,8 +325,7 @@ fn a_nan_query_gives_a_nan_row_and_no_other() {
 
 #[test]
 fn scratch_takes_the_bytes_it_says() {
-    let world = World::new(SMOL, &[600, 5]);
-    for threads in [1, 3] {
+    for (world, threads) in [SMOL, SMOL, LATENT, LATENT].map(|shape| World::new(shape, &[600, 5])).iter().zip([1, 3, 1, 3]) {
         let said = AttnScratch::bytes(&world.limits, &world.kv_shape, threads, Tier::best());
         let s = AttnScratch::new(&world.limits, &world.kv_shape, threads, Tier::best()).unwrap();
         let mut bytes = s.workers.capacity() * size_of::<Mutex<Worker>>();
@@ -307,8 +333,125 @@ fn scratch_takes_the_bytes_it_says() {
         bytes += (s.whole.capacity() + s.split.capacity()) * size_of::<Tile>();
         for w in &s.workers {
             let w = w.lock();
+            bytes += w.values.len() * 4;
             bytes += (w.q.capacity() + w.scores.capacity() + w.parts.capacity() + w.state.capacity()) * 4;
         }
         assert_eq!(said, bytes);
+    }
+}
+
+#[test]
+fn sinks_join_the_softmax() {
+    let cases = [
+        SMOL,
+        Shape { window: Some(100), ..SMOL },
+        Shape { heads: 14, kv_heads: 2, softcap: Some(3.0), dtype: KvDType::F32, ..SMOL },
+        Shape { heads: 64, kv_heads: 8, window: Some(128), block_size: 32, ..SMOL },
+        Shape { heads: 4, qk_dim: 32, v_dim: 24, ..LATENT },
+    ];
+    for (i, shape) in cases.into_iter().enumerate() {
+        let sinks = [-0.5, 2.0, 20.0, -5.0, 1e4, -1e4, 3e38, -3e38];
+        for sink in [sinks[i], sinks[(i + 3) % 8], sinks[(i + 5) % 8]] {
+            let world = World::new(Shape { sink: Some(sink), ..shape }, &[600, 20]);
+            let items = [(0, 597, 600), (1, 0, 20)];
+            let bits = world.check(&items);
+            let chunks = [(0, 597, 598), (0, 598, 600), (1, 0, 7), (1, 7, 20)];
+            let chunked: Vec<_> = chunks.iter().flat_map(|item| world.run(Tier::best(), 2, &[*item])).collect();
+            assert!(bits == chunked, "{sink} {shape:?}");
+            let without = World { sinks: None, ..world };
+            // A sink far below adds nothing, one far above leaves nothing.
+            match sink {
+                s if s <= -1e4 => assert!(bits == without.run(Tier::best(), 1, &items), "{sink} {shape:?}"),
+                s if s >= 1e4 => assert!(bits.iter().all(|v| f32::from_bits(*v) == 0.0), "{sink} {shape:?}"),
+                _ => assert!(bits != without.run(Tier::best(), 1, &items), "{sink} {shape:?}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn infinite_sinks_have_their_limits() {
+    let mut world = World::new(SMOL, &[40]);
+    let bits = world.run(Tier::best(), 1, &[(0, 38, 40)]);
+    for tier in Tier::available() {
+        world.sinks = Some(vec![f32::NEG_INFINITY; 9]);
+        assert!(bits == world.run(tier, 1, &[(0, 38, 40)]), "{}", tier.name);
+        world.sinks = Some(vec![f32::INFINITY; 9]);
+        assert!(world.run(tier, 1, &[(0, 38, 40)]).iter().all(|v| f32::from_bits(*v) == 0.0), "{}", tier.name);
+    }
+}
+
+#[test]
+fn values_in_keys_near_f64_and_the_same_bits_everywhere() {
+    let small = Shape { qk_dim: 32, v_dim: 24, ..LATENT };
+    let mut i = 0;
+    for (shape, heads) in [(small, 4), (small, 16), (small, 128), (LATENT, 4), (LATENT, 16), (LATENT, 128)] {
+        for dtype in [KvDType::F16, KvDType::F32] {
+            for window in [None, Some(100)] {
+                i += 1;
+                let shape = Shape { heads, dtype, window, block_size: [16, 64, 32][i % 3], ..shape };
+                let (len, rows) = if shape.qk_dim * heads > 10_000 { (270, 2) } else { (530, 3) };
+                World::new(shape, &[len]).check(&[(0, len - rows, len)]);
+            }
+        }
+    }
+    // A value as wide as its key, neither in whole vectors.
+    World::new(Shape { qk_dim: 40, v_dim: 40, heads: 5, ..LATENT }, &[33]).check(&[(0, 0, 33)]);
+    // Several such heads.
+    World::new(Shape { qk_dim: 48, v_dim: 17, heads: 6, kv_heads: 2, ..LATENT }, &[300]).check(&[(0, 297, 300)]);
+}
+
+#[test]
+fn values_in_keys_weigh_as_stored_ones() {
+    for (heads, dtype) in [(16, KvDType::F16), (3, KvDType::F32)] {
+        let shape = Shape { qk_dim: 56, v_dim: 40, heads, dtype, ..LATENT };
+        let latent = World::new(shape, &[300]);
+        let mut stored = World::new(Shape { v_in_k: false, ..shape }, &[300]);
+        let (from, to) = (&latent.seqs[0], &mut stored.seqs[0]);
+        let src: Vec<_> = from.k.chunks(56).zip(from.v.chunks(40)).flat_map(|(k, v)| [k, v].concat()).collect();
+        let slots: Vec<_> = (0..300).map(|p| (to.table[p / 16].index() * 16 + p % 16) as u32).collect();
+        let (k, v) = (Heads { stride: 96, offset: 0, heads: 1, dim: 56 }, Heads { stride: 96, offset: 56, heads: 1, dim: 40 });
+        stored.kv.write(&Pool::new(1).unwrap(), Tier::best(), LAYER, &slots, &src, k, v);
+        to.q.copy_from_slice(&from.q);
+        for tier in Tier::available() {
+            assert!(latent.run(tier, 1, &[(0, 290, 300)]) == stored.run(tier, 1, &[(0, 290, 300)]), "{}", tier.name);
+        }
+    }
+}
+
+#[test]
+fn values_in_keys_do_not_know_their_batch() {
+    for shape in [Shape { window: Some(100), ..LATENT }, Shape { qk_dim: 32, v_dim: 24, heads: 20, sink: Some(0.5), ..LATENT }] {
+        let world = World::new(shape, &[300, 1, 40]);
+        let items = [(0, 255, 300), (1, 0, 1), (2, 39, 40)];
+        let together = world.check(&items);
+        let chunks = [(0, 255, 257), (0, 257, 299), (0, 299, 300), (1, 0, 1), (2, 39, 40)];
+        let alone: Vec<_> = chunks.iter().flat_map(|item| world.run(Tier::best(), 2, &[*item])).collect();
+        assert!(together == alone, "{shape:?}");
+    }
+}
+
+#[test]
+fn blocks_behind_the_window_are_never_looked_up() {
+    let latent = Shape { qk_dim: 32, v_dim: 24, ..LATENT };
+    for shape in [SMOL, Shape { block_size: 64, sink: Some(1.0), dtype: KvDType::F32, ..SMOL }, latent] {
+        for window in [1, 17, 300] {
+            let mut world = World::new(Shape { window: Some(window), ..shape }, &[700, 40]);
+            let tables: Vec<_> = world.seqs.iter().map(|s| s.table.clone()).collect();
+            for start in [699, 690, 510] {
+                let items = [(0, start, 700), (1, 30, 40)];
+                let want = world.run(Tier::best(), 2, &items);
+                for (seq, start, _) in items {
+                    let first = (start + 1usize).saturating_sub(window);
+                    world.seqs[seq].table[..first / shape.block_size].fill(BlockId(u32::MAX));
+                }
+                for (tier, threads) in Tier::available().flat_map(|tier| [(tier, 1), (tier, 3)]) {
+                    assert!(want == world.run(tier, threads, &items), "{} {start} {:?}", tier.name, world.shape);
+                }
+                for (seq, table) in world.seqs.iter_mut().zip(&tables) {
+                    seq.table.clone_from(table);
+                }
+            }
+        }
     }
 }

@@ -9,7 +9,7 @@ use crate::dtype::KvDType;
 use crate::weights::TensorView;
 
 const LIMITS: BatchLimits = BatchLimits { tokens: 64, seqs: 4, blocks: 16, rows: 64 };
-const DIMS: AttnDims = AttnDims { heads: 6, kv_heads: 2, qk_dim: 24, v_dim: 24 };
+const DIMS: AttnDims = AttnDims { heads: 6, kv_heads: 2, qk_dim: 24, v_dim: 24, v_in_k: false };
 
 fn shape(dtype: KvDType) -> KvShape {
     KvShape { layers: vec![DIMS; 2], blocks: 12, block_size: 16, dtype }
@@ -79,8 +79,8 @@ fn add_norm_of_both_kinds() {
                 let mut x_buf = filled(cpu, &x);
                 let (delta, w, b) = (filled(cpu, &delta), filled(cpu, &w), filled(cpu, &b));
                 let mut out = cpu.buf(rows * width).unwrap();
-                let norm = NormSpec { kind, eps: 1e-5 };
-                let (d, b) = (with_delta.then_some(&delta), with_bias.then_some(&b));
+                let norm = NormSpec { kind, ..NormSpec::rms(1e-5) };
+                let (d, b) = (with_delta.then_some((&delta, 1.0)), with_bias.then_some(&b));
                 cpu.add_norm(rows, width, &mut x_buf, d, &norm, &w, b, &mut out).unwrap();
                 let mut after = vec![0.0; rows * width];
                 cpu.download(&x_buf, &mut after).unwrap();
@@ -101,7 +101,7 @@ fn embed_linear_gather_and_scale() {
     let embedded: Vec<f64> =
         tokens.iter().flat_map(|&t| table[t as usize * k..][..k].iter().map(|&v| f64::from(v) * 2.5)).collect();
     let begin = |cpu: &mut Cpu| {
-        let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16)).unwrap();
+        let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16), &MoeShape::default()).unwrap();
         let mut batch = Batch::new(16, LIMITS).unwrap();
         let item = BatchItem { tokens: &tokens, start: 0, total: 5, blocks: &[BlockId(0)], rows: RowsWanted::Last };
         batch.push(item).unwrap();
@@ -197,7 +197,7 @@ fn rope_of_both_styles_and_gates() {
         check("gate", &expected, 1e-5, |cpu| {
             let x = filled(cpu, x);
             let mut out = cpu.buf(rows * width).unwrap();
-            cpu.gate(rows, width, act, &x, &mut out).unwrap();
+            cpu.gate(rows, width, Glu::Act(act), &x, &mut out).unwrap();
             out
         });
     }
@@ -212,13 +212,14 @@ fn attention_over_the_cache() {
     let all = synthetic::normals((first + second) * stride, 9);
     let heads = |offset, heads| Heads { stride, offset, heads, dim: DIMS.qk_dim };
     let (q, k, v) = (heads(0, DIMS.heads), heads(q_len, DIMS.kv_heads), heads(q_len + k_len, DIMS.kv_heads));
-    for (window, softcap) in [(None, None), (Some(9), None), (None, Some(2.0))] {
+    let sinks = synthetic::normals(DIMS.heads, 10);
+    for (window, softcap, with_sinks) in [(None, None, false), (Some(9), None, true), (None, Some(2.0), false)] {
         let args = AttnArgs { dims: DIMS, scale: 0.2, window, softcap };
         // The queries that the last step runs: tokens 20 to 29 of the first sequence, 40 of the second.
         let asked: Vec<(usize, usize, usize)> = (20..30).map(|t| (0, t, first)).chain([(first, 40, second)]).collect();
         let mut expected = Vec::new();
         for (base, t, _) in asked {
-            for h in 0..DIMS.heads {
+            for (h, sink) in sinks.iter().enumerate() {
                 let row = |t: usize, heads: Heads, h: usize| {
                     wide(&all[(base + t) * stride + heads.offset + h * heads.dim..][..heads.dim])
                 };
@@ -232,7 +233,7 @@ fn attention_over_the_cache() {
                         softcap.map_or(score, |c: f32| f64::from(c) * (score / f64::from(c)).tanh()).exp()
                     })
                     .collect();
-                let total: f64 = scores.iter().sum();
+                let total: f64 = scores.iter().sum::<f64>() + if with_sinks { f64::from(*sink).exp() } else { 0.0 };
                 let mut out = vec![0.0; DIMS.v_dim];
                 for (s, p) in (from..=t).zip(&scores) {
                     for (o, v) in out.iter_mut().zip(row(s, v, kv_head)) {
@@ -246,10 +247,11 @@ fn attention_over_the_cache() {
             check("attention", &expected, tolerance, |cpu| {
                 let kv_shape = shape(dtype);
                 let mut kv = cpu.kv(&kv_shape).unwrap();
-                let mut step = cpu.step(&LIMITS, 32, &kv_shape).unwrap();
+                let mut step = cpu.step(&LIMITS, 32, &kv_shape, &MoeShape::default()).unwrap();
                 let mut out = cpu.buf(LIMITS.tokens * q_len).unwrap();
                 let mut batch = Batch::new(16, LIMITS).unwrap();
                 let tokens = [0u32; 64];
+                let sinks = with_sinks.then(|| filled(cpu, &sinks));
                 let mut run = |cpu: &mut Cpu, kv: &mut CpuKv, items: &[(usize, usize, usize, &[BlockId])]| {
                     batch.clear();
                     let mut rows = Vec::new();
@@ -261,7 +263,7 @@ fn attention_over_the_cache() {
                     let src = filled(cpu, &rows);
                     cpu.begin(&batch, &mut step).unwrap();
                     cpu.kv_write(&step, &src, k, v, kv, 1).unwrap();
-                    cpu.attention(&mut step, &args, &src, q, kv, 1, &mut out).unwrap();
+                    cpu.attention(&mut step, &args, &src, q, kv, 1, sinks.as_ref(), &mut out).unwrap();
                 };
                 let (a, b) = ([BlockId(7), BlockId(2)], [BlockId(3), BlockId(11), BlockId(5)]);
                 run(cpu, &mut kv, &[(0, 0, 20, &a), (first, 0, 33, &b)]);
@@ -277,25 +279,105 @@ fn attention_over_the_cache() {
 }
 
 #[test]
+fn positions_are_added() {
+    let (rows, k) = (50, 600);
+    // Q3_K keeps the file's blocks, Q8_0 lies in panels; neither width is whole pieces of what is decoded at a time.
+    for (format, k) in [(FormatId::F32, k), (FormatId::Q8_0, 608), (FormatId::Q3K, 768)] {
+        let bytes = synthetic::weights(format, rows * k, 5);
+        let mut table = vec![0.0; rows * k];
+        quant::decode(format, &bytes, &mut table).unwrap();
+        let x = synthetic::normals(5 * k, 6);
+        let at = [30, 31, 7, 8, 9];
+        let expected: Vec<_> = (0..5 * k).map(|i| f64::from(x[i] + table[at[i / k] * k + i % k])).collect();
+        let begin = |cpu: &mut Cpu| {
+            let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16), &MoeShape::default()).unwrap();
+            let mut batch = Batch::new(16, LIMITS).unwrap();
+            let (a, b) = ([BlockId(0), BlockId(1)], [BlockId(2)]);
+            batch.push(BatchItem { tokens: &[1, 1], start: 30, total: 32, blocks: &a, rows: RowsWanted::Last }).unwrap();
+            batch.push(BatchItem { tokens: &[1, 1, 1], start: 7, total: 10, blocks: &b, rows: RowsWanted::Last }).unwrap();
+            cpu.begin(&batch, &mut step).unwrap();
+            step
+        };
+        check("embed_positions", &expected, 0.0, |cpu| {
+            let (step, table) = (begin(cpu), cpu.weight(&[part(format, &[rows, k], &bytes)]).unwrap());
+            let mut x = filled(cpu, &x);
+            cpu.embed_positions(&step, &table, &mut x).unwrap();
+            x
+        });
+        let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
+        let part_bytes = &bytes[..format.bytes_of(31 * k).unwrap()];
+        let (step, small) = (begin(&mut cpu), cpu.weight(&[part(format, &[31, k], part_bytes)]).unwrap());
+        let mut x = filled(&mut cpu, &x);
+        let error = cpu.embed_positions(&step, &small, &mut x).unwrap_err();
+        assert_eq!(error, RunError::BatchTooLarge { what: "position", found: 31, limit: 30 });
+    }
+}
+
+#[test]
+fn a_matrix_for_each_head() {
+    let (rows, heads, from, to) = (9, 5, 24, 17);
+    let x = synthetic::normals(rows * 150, 1);
+    let w = synthetic::normals(heads * to * from, 2);
+    let bytes: Vec<u8> = w.iter().flat_map(|v| v.to_le_bytes()).collect();
+    let x_heads = Heads { stride: 150, offset: 20, heads, dim: from };
+    let y_heads = Heads { stride: 99, offset: 3, heads, dim: to };
+    let mut expected = vec![0.25; rows * 99];
+    for r in 0..rows {
+        for h in 0..heads {
+            for n in 0..to {
+                let x = &x[r * 150 + 20 + h * from..][..from];
+                let w = &w[(h * to + n) * from..][..from];
+                expected[r * 99 + 3 + h * to + n] = x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+            }
+        }
+    }
+    // Room for all heads at once, for two, and for one.
+    for (tokens, columns) in [(64, 48), (9, 48), (9, 24)] {
+        check("linear_heads", &expected, 1e-5, |cpu| {
+            let limits = BatchLimits { tokens, ..LIMITS };
+            let mut step = cpu.step(&limits, columns, &shape(KvDType::F16), &MoeShape::default()).unwrap();
+            let w: Vec<_> = bytes
+                .chunks_exact(to * from * 4)
+                .map(|bytes| cpu.weight(&[part(FormatId::F32, &[to, from], bytes)]).unwrap())
+                .collect();
+            let (x, mut out) = (filled(cpu, &x), filled(cpu, &vec![0.25; rows * 99]));
+            cpu.linear_heads(rows, &x, x_heads, &w, &mut step, &mut out, y_heads).unwrap();
+            out
+        });
+    }
+}
+
+#[test]
 fn vectors_are_decoded_and_reordered() {
     let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
     let halves: Vec<u8> = (0..8).flat_map(|i| half::f16::from_f32(i as f32).to_le_bytes()).collect();
     let singles: Vec<u8> = [0.5f32, -1.0].iter().flat_map(|v| v.to_le_bytes()).collect();
     let mut first = part(FormatId::F16, &[8], &halves);
     first.order = RowOrder::Interleaved { heads: 2 };
-    let buf = cpu.vector(&[first, part(FormatId::F32, &[2], &singles)]).unwrap();
+    let buf = cpu.vector(&[first, part(FormatId::F32, &[2], &singles)], 0.0).unwrap();
     let mut out = [0.0; 10];
     cpu.download(&buf, &mut out).unwrap();
     assert_eq!(out, [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0, 0.5, -1.0]);
 
+    // Two groups of a query, a key and a value of one row each, 1 added to each.
+    let six = &halves[..12];
+    let grouped = WeightPart { order: RowOrder::Grouped { groups: 2, queries: 1 }, ..part(FormatId::F16, &[6], six) };
+    let buf = cpu.vector(&[grouped], 1.0).unwrap();
+    cpu.download(&buf, &mut out[..6]).unwrap();
+    assert_eq!(out[..6], [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+
     first.order = RowOrder::Interleaved { heads: 3 };
     for (bad, says) in [
         (first, "3 heads"),
+        (WeightPart { order: RowOrder::Grouped { groups: 3, queries: 1 }, ..first }, "3 groups of 1"),
+        (WeightPart { order: RowOrder::Grouped { groups: 0, queries: 2 }, ..first }, "0 groups"),
+        (WeightPart { order: RowOrder::Grouped { groups: 1, queries: usize::MAX }, ..first }, "1 groups"),
+        (WeightPart { order: RowOrder::Interleaved { heads: usize::MAX }, ..first }, "even number"),
         (part(FormatId::F32, &[3], &singles), "3 values"),
         (part(FormatId::I8, &[8], &singles), "I8"),
         (part(FormatId::F32, &[usize::MAX, 3], &singles), "shape"),
     ] {
-        let error = cpu.vector(&[bad]).err().expect("refused").to_string();
+        let error = cpu.vector(&[bad], 0.0).err().expect("refused").to_string();
         assert!(error.contains(says) && error.contains("tensor w"), "{error}");
     }
 }
@@ -309,12 +391,13 @@ fn a_matrix_is_reordered_row_by_row() {
         let bytes = synthetic::weights(format, n * k, 31);
         let mut plain = vec![0.0; n * k];
         quant::decode(format, &bytes, &mut plain).unwrap();
-        let order = RowOrder::Interleaved { heads: 2 };
-        let w = cpu.weight(&[WeightPart { order, ..part(format, &[n, k], &bytes) }]).unwrap();
-        let mut row = vec![0.0; k];
-        for r in 0..n {
-            w.decode_row(r, &mut row);
-            assert_eq!(row, plain[order.source_row(r, n) * k..][..k], "{format} row {r}");
+        for order in [RowOrder::Interleaved { heads: 2 }, RowOrder::Grouped { groups: 2, queries: 2 }] {
+            let w = cpu.weight(&[WeightPart { order, ..part(format, &[n, k], &bytes) }]).unwrap();
+            let mut row = vec![0.0; k];
+            for r in 0..n {
+                w.decode_row(r, &mut row);
+                assert_eq!(row, plain[order.source_row(r, n) * k..][..k], "{format} row {r}");
+            }
         }
     }
 }
@@ -341,15 +424,16 @@ fn what_a_file_can_get_wrong_is_an_error() {
         assert!(matches!(run(&[part(FormatId::Q4_0, &empty, &[])]), LoadError::Malformed { .. }));
     }
     assert!(matches!(run(&[part(FormatId::F32, &[usize::MAX, 4, 4], &plain)]), LoadError::Malformed { .. }));
-    let order = RowOrder::Interleaved { heads: 3 };
-    assert!(matches!(run(&[WeightPart { order, ..good }]), LoadError::Config(_)));
+    for order in [RowOrder::Interleaved { heads: 3 }, RowOrder::Grouped { groups: 1, queries: 3 }] {
+        assert!(matches!(run(&[WeightPart { order, ..good }]), LoadError::Config(_)));
+    }
 }
 
 #[test]
 fn a_batch_beyond_the_step_is_refused() {
     let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
     let small = BatchLimits { tokens: 2, ..LIMITS };
-    let mut step = cpu.step(&small, 32, &shape(KvDType::F16)).unwrap();
+    let mut step = cpu.step(&small, 32, &shape(KvDType::F16), &MoeShape::default()).unwrap();
     let mut batch = Batch::new(16, LIMITS).unwrap();
     let item = BatchItem { tokens: &[1, 2, 3], start: 0, total: 3, blocks: &[BlockId(0)], rows: RowsWanted::Last };
     batch.push(item).unwrap();

@@ -8,6 +8,7 @@
 //! o[r][d] = sum over t of p[r][t] * v[t][d]     lane = dimension, t ascending, one fused chain
 //! ```
 //!
+//! Where values are part of the keys, a piece's are turned into rows first, as exact copies: the same sums, the same bits.
 //! Neither product needs a sum across lanes. A row's bits depend on its own tokens alone: those beyond its range are never
 //! added, not even with the weight 0, so that garbage in them stays there. How many rows share a tile changes no bit.
 #![allow(unsafe_code)]
@@ -18,6 +19,7 @@
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{Elem, LANES, Lanes, Scalar};
 use super::math;
+use std::ops::Range;
 
 /// Tokens between two joins. Pieces start at multiples of it.
 pub(in super::super) const PIECE: usize = 256;
@@ -52,6 +54,22 @@ pub(in super::super) struct PieceJob<'a> {
     pub(in super::super) parts: &'a mut [f32],
 }
 
+/// A piece whose values are part of its keys, to be laid out as values.
+pub(in super::super) struct TurnJob<'a> {
+    /// As in [`PieceJob`].
+    pub(in super::super) keys: &'a [*const u8; VECTORS],
+    /// The vectors of tokens to turn.
+    pub(in super::super) vectors: Range<usize>,
+    /// Width of a key.
+    pub(in super::super) qk_dim: usize,
+    /// Width of a value, a multiple of 16: less than 16 wider than a key.
+    pub(in super::super) v_width: usize,
+    /// Tokens in a block of the cache.
+    pub(in super::super) block_size: usize,
+    /// `[PIECE][v_width]` of the cache's type, on cache lines. Vectors that are not turned are left.
+    pub(in super::super) to: &'a mut [u8],
+}
+
 /// The attention kernels of a tier.
 pub(in super::super) struct AttnKernels {
     /// Rows that the tier's tiles have, rising.
@@ -59,7 +77,9 @@ pub(in super::super) struct AttnKernels {
     piece_f32: unsafe fn(&mut PieceJob<'_>),
     piece_f16: unsafe fn(&mut PieceJob<'_>),
     join: unsafe fn(&mut [f32], &[f32]),
-    finish: unsafe fn(&[f32], &mut [f32]),
+    finish: unsafe fn(&[f32], Option<f32>, &mut [f32]),
+    turn_f32: unsafe fn(&mut TurnJob<'_>),
+    turn_f16: unsafe fn(&mut TurnJob<'_>),
     narrow: unsafe fn(&[f32], &mut [u16]),
 }
 
@@ -93,11 +113,23 @@ impl AttnKernels {
         unsafe { (self.join)(state, part) }
     }
 
-    /// The weighted mean: sums over the sum of weights.
-    pub(in super::super) fn finish(&self, state: &[f32], out: &mut [f32]) {
+    /// The weighted mean: sums over the sum of weights. A sink is one more score, a power of two, whose value is 0.
+    pub(in super::super) fn finish(&self, state: &[f32], sink: Option<f32>, out: &mut [f32]) {
         assert!(out.len() + PART_TAIL <= state.len());
         // SAFETY: the tier's instructions are there.
-        unsafe { (self.finish)(state, out) }
+        unsafe { (self.finish)(state, sink, out) }
+    }
+
+    /// Lays the first dimensions of an f16 cache's keys, or an f32 one's, out as values.
+    ///
+    /// # Safety
+    /// `keys` of `vectors` point to what [`PieceJob`] says.
+    pub(in super::super) unsafe fn turn(&self, half: bool, job: &mut TurnJob<'_>) {
+        let bytes = if half { size_of::<u16>() } else { size_of::<f32>() };
+        assert!(job.vectors.end <= VECTORS && job.to.len() >= job.vectors.end * LANES * job.v_width * bytes);
+        assert!(job.v_width.is_multiple_of(LANES) && job.v_width < job.qk_dim + LANES);
+        // SAFETY: lengths are as asserted, pointers as the caller promises; the tier's instructions are there.
+        unsafe { if half { (self.turn_f16)(job) } else { (self.turn_f32)(job) } }
     }
 
     /// To half precision.
@@ -117,6 +149,8 @@ macro_rules! tier {
             piece_f16: $module::piece::<u16>,
             join: $module::join,
             finish: $module::finish,
+            turn_f32: $module::turn::<f32>,
+            turn_f16: $module::turn::<u16>,
             narrow: $module::narrow,
         };
 
@@ -154,7 +188,13 @@ macro_rules! tier {
                 unsafe { super::weigh::<$lanes, E, R, N>(job, row, first, end) }
             });
             enable!($features, pub(super) unsafe fn join(state: &mut [f32], part: &[f32]) { super::join::<$lanes>(state, part) });
-            enable!($features, pub(super) unsafe fn finish(state: &[f32], out: &mut [f32]) { super::finish::<$lanes>(state, out) });
+            enable!($features, pub(super) unsafe fn finish(state: &[f32], sink: Option<f32>, out: &mut [f32]) {
+                super::finish::<$lanes>(state, sink, out)
+            });
+            enable!($features, pub(super) unsafe fn turn<E: Elem>(job: &mut TurnJob<'_>) {
+                // SAFETY: `AttnKernels::turn`'s.
+                unsafe { super::turn::<$lanes, E>(job) }
+            });
             enable!($features, pub(super) unsafe fn narrow(from: &[f32], to: &mut [u16]) { super::narrow::<$lanes>(from, to) });
         }
     };
@@ -402,11 +442,40 @@ fn join<L: Lanes>(state: &mut [f32], part: &[f32]) {
 }
 
 #[inline(always)]
-fn finish<L: Lanes>(state: &[f32], out: &mut [f32]) {
+fn finish<L: Lanes>(state: &[f32], sink: Option<f32>, out: &mut [f32]) {
     let (sums, tail) = state.split_at(state.len() - PART_TAIL);
-    let total = L::splat(tail[1]);
+    let (max, sum) = (tail[0], tail[1]);
+    let (factor, total) = match sink {
+        None => (1.0, sum),
+        Some(sink) => {
+            let top = if max > sink { max } else { sink };
+            let powers = math::exp2(L::load_part(&[max - top, sink - top])).array();
+            (powers[0], sum.mul_add(powers[0], powers[1]))
+        }
+    };
+    let (factor, total) = (L::splat(factor), L::splat(total));
     for (from, to) in sums.chunks(LANES).zip(out.chunks_mut(LANES)) {
-        L::load_part(from).div(total).store_part(to);
+        L::load_part(from).mul(factor).div(total).store_part(to);
+    }
+}
+
+#[inline(always)]
+unsafe fn turn<L: Lanes, E: Elem>(job: &mut TurnJob<'_>) {
+    let to = bytemuck::cast_slice_mut::<u8, E>(job.to);
+    for i in job.vectors.clone() {
+        let from = job.keys[i].cast::<E>();
+        let (rows, _) = to[i * LANES * job.v_width..][..LANES * job.v_width].as_chunks_mut::<LANES>();
+        for column in (0..job.v_width).step_by(LANES) {
+            let mut m = [L::splat(0.0); LANES];
+            for d in column..job.qk_dim.min(column + LANES) {
+                // SAFETY: qk_dim rows of 16 keys lie there.
+                m[d - column] = E::widen(unsafe { &*from.add(d * job.block_size).cast::<[E; LANES]>() });
+            }
+            L::transpose(&mut m);
+            for t in 0..LANES {
+                E::narrow(m[t], &mut rows[(t * job.v_width + column) / LANES]);
+            }
+        }
     }
 }
 

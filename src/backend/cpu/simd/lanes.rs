@@ -50,6 +50,8 @@ pub(super) trait Lanes: Copy {
     fn keep(self, first: i32, end: i32, o: Self) -> Self;
     /// Fetches the cache line of `p`; any address will do.
     fn prefetch(p: *const u8);
+    /// Lane i of vector j becomes lane j of vector i.
+    fn transpose(m: &mut [Self; LANES]);
 
     /// The lanes as an array.
     #[inline(always)]
@@ -103,9 +105,11 @@ pub(super) trait Lanes: Copy {
 }
 
 /// A stored number: f32, or an f16's bits.
-pub(super) trait Elem: Copy {
+pub(super) trait Elem: bytemuck::Pod {
     /// Sixteen of them, widened.
     fn widen<L: Lanes>(p: &[Self; LANES]) -> L;
+    /// Back: the same numbers, where they were widened from this type.
+    fn narrow<L: Lanes>(v: L, p: &mut [Self; LANES]);
 }
 
 impl Elem for f32 {
@@ -113,12 +117,20 @@ impl Elem for f32 {
     fn widen<L: Lanes>(p: &[f32; LANES]) -> L {
         L::load(p)
     }
+    #[inline(always)]
+    fn narrow<L: Lanes>(v: L, p: &mut [f32; LANES]) {
+        v.store(p);
+    }
 }
 
 impl Elem for u16 {
     #[inline(always)]
     fn widen<L: Lanes>(p: &[u16; LANES]) -> L {
         L::load_f16(p)
+    }
+    #[inline(always)]
+    fn narrow<L: Lanes>(v: L, p: &mut [u16; LANES]) {
+        v.store_f16(p);
     }
 }
 
@@ -208,6 +220,13 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     fn prefetch(_: *const u8) {}
+    #[inline(always)]
+    fn transpose(m: &mut [Self; LANES]) {
+        let from = *m;
+        for (i, to) in m.iter_mut().enumerate() {
+            *to = Scalar(std::array::from_fn(|j| from[j].0[i]));
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]

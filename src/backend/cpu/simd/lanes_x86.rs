@@ -23,6 +23,26 @@ macro_rules! both {
     };
 }
 
+/// Eight rows of eight: row i, column j goes to row j, column i. No closures around intrinsics: they would stay calls.
+#[inline(always)]
+fn transpose8(m: &mut [__m256; 8]) {
+    // Within four rows: half h of vector j holds their column 4h + j.
+    for rows in m.as_chunks_mut::<4>().0 {
+        let [a, b, c, d] = *rows;
+        let (ab, cd) = with!((_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d)));
+        let (ab_high, cd_high) = with!((_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d)));
+        rows[0] = with!(_mm256_shuffle_ps::<0x44>(ab, cd));
+        rows[1] = with!(_mm256_shuffle_ps::<0xee>(ab, cd));
+        rows[2] = with!(_mm256_shuffle_ps::<0x44>(ab_high, cd_high));
+        rows[3] = with!(_mm256_shuffle_ps::<0xee>(ab_high, cd_high));
+    }
+    for j in 0..4 {
+        let (top, bottom) = (m[j], m[4 + j]);
+        m[j] = with!(_mm256_permute2f128_ps::<0x20>(top, bottom));
+        m[4 + j] = with!(_mm256_permute2f128_ps::<0x31>(top, bottom));
+    }
+}
+
 impl Lanes for Avx2 {
     #[inline(always)]
     fn splat(v: f32) -> Self {
@@ -127,6 +147,23 @@ impl Lanes for Avx2 {
     fn prefetch(p: *const u8) {
         with!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
     }
+    #[inline(always)]
+    fn transpose(m: &mut [Self; LANES]) {
+        let mut quarters = [[with!(_mm256_setzero_ps()); 8]; 4];
+        for i in 0..8 {
+            let (top, bottom) = (m[i], m[8 + i]);
+            (quarters[0][i], quarters[1][i], quarters[2][i], quarters[3][i]) = (top.0, bottom.0, top.1, bottom.1);
+        }
+        let [a, b, c, d] = &mut quarters;
+        transpose8(a);
+        transpose8(b);
+        transpose8(c);
+        transpose8(d);
+        for i in 0..8 {
+            m[i] = Avx2(a[i], b[i]);
+            m[8 + i] = Avx2(c[i], d[i]);
+        }
+    }
 }
 
 /// AVX-512 F, BW and VL.
@@ -218,5 +255,30 @@ impl Lanes for Avx512 {
     #[inline(always)]
     fn prefetch(p: *const u8) {
         with!(_mm_prefetch::<_MM_HINT_T0>(p.cast()));
+    }
+    #[inline(always)]
+    fn transpose(m: &mut [Self; LANES]) {
+        // Within four rows: quarter q of vector j holds their column 4q + j.
+        for rows in m.as_chunks_mut::<4>().0 {
+            let [a, b, c, d] = rows.map(|v| v.0);
+            let (ab, ab_high) = with!((_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+            let (cd, cd_high) = with!((_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+            let pairs = [(ab, cd), (ab_high, cd_high)];
+            for (i, (x, y)) in pairs.into_iter().enumerate() {
+                let (x, y) = with!((_mm512_castps_pd(x), _mm512_castps_pd(y)));
+                rows[2 * i] = with!(Avx512(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y))));
+                rows[2 * i + 1] = with!(Avx512(_mm512_castpd_ps(_mm512_unpackhi_pd(x, y))));
+            }
+        }
+        // Then the quarters: even ones by 0x88, odd ones by 0xdd.
+        for j in 0..4 {
+            let [a, b, c, d] = [m[j].0, m[4 + j].0, m[8 + j].0, m[12 + j].0];
+            let (ab, cd) = with!((_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(c, d)));
+            let (ab_odd, cd_odd) = with!((_mm512_shuffle_f32x4::<0xdd>(a, b), _mm512_shuffle_f32x4::<0xdd>(c, d)));
+            m[j] = with!(Avx512(_mm512_shuffle_f32x4::<0x88>(ab, cd)));
+            m[4 + j] = with!(Avx512(_mm512_shuffle_f32x4::<0x88>(ab_odd, cd_odd)));
+            m[8 + j] = with!(Avx512(_mm512_shuffle_f32x4::<0xdd>(ab, cd)));
+            m[12 + j] = with!(Avx512(_mm512_shuffle_f32x4::<0xdd>(ab_odd, cd_odd)));
+        }
     }
 }

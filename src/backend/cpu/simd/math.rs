@@ -52,6 +52,12 @@ pub(super) fn erf<L: Lanes>(x: L) -> L {
     a.if_less(L::splat(1.0), small, large).with_sign(x)
 }
 
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(super) fn sigmoid<L: Lanes>(x: L) -> L {
+    L::splat(1.0).div(exp(L::splat(0.0).sub(x)).add(L::splat(1.0)))
+}
+
 /// `x * sigmoid(x)`.
 #[inline(always)]
 pub(super) fn silu<L: Lanes>(x: L) -> L {
@@ -135,7 +141,7 @@ mod tests {
     #[test]
     fn errors_stay_in_bounds() {
         type Case = (&'static str, fn(Scalar) -> Scalar, fn(f64) -> f64, f32, f32, f64);
-        let cases: [Case; 10] = [
+        let cases: [Case; 11] = [
             ("exp2", exp2, f64::exp2, -126.0, 0.0, 1.0),
             ("exp2", exp2, f64::exp2, -2.0, 127.0, 1.0),
             ("exp", exp, f64::exp, -104.0, 88.7, 1.1),
@@ -145,6 +151,7 @@ mod tests {
             ("erf", erf, libm::erf, -5.0, 5.0, 2.0),
             ("erf", erf, libm::erf, -1.1, 1.1, 2.0),
             ("silu", silu, |x| x / (1.0 + (-x).exp()), -80.0, 80.0, 3.0),
+            ("sigmoid", sigmoid, |x| 1.0 / (1.0 + (-x).exp()), -80.0, 80.0, 3.0),
             ("gelu_tanh", gelu_tanh, gelu_tanh_f64, -4.0, 20.0, 40.0),
         ];
         for (name, f, truth, from, to, bound) in cases {
@@ -184,6 +191,8 @@ mod tests {
             (erf, inf, 1.0),
             (erf, -inf, -1.0),
             (erf, 1e30, 1.0),
+            (sigmoid, inf, 1.0),
+            (sigmoid, -inf, 0.0),
             (silu, inf, inf),
             (silu, -1e30, -0.0),
             (gelu, inf, inf),
@@ -198,7 +207,7 @@ mod tests {
         }
         assert!(one(exp, -103.0) > 0.0, "subnormal results are kept");
         assert!(one(tanh, -0.0).is_sign_negative() && one(erf, -0.0).is_sign_negative());
-        for f in [exp2 as fn(Scalar) -> Scalar, exp, tanh, erf, silu, gelu, gelu_tanh, relu] {
+        for f in [exp2 as fn(Scalar) -> Scalar, exp, tanh, erf, sigmoid, silu, gelu, gelu_tanh, relu] {
             assert!(one(f, f32::NAN).is_nan());
         }
     }

@@ -14,9 +14,9 @@ mod linear;
 mod math;
 mod vector;
 
-pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, VECTORS};
+pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, TurnJob, VECTORS};
 pub(super) use lanes::LANES;
-pub(super) use linear::{Input, LinearFns};
+pub(super) use linear::{Input, LinearFns, Product, Products};
 pub(super) use vector::VectorKernels;
 
 use crate::error::ConfigError;

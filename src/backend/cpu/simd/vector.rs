@@ -7,7 +7,7 @@
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{LANES, Lanes, Scalar};
 use super::math;
-use crate::arch::{Activation, NormKind, NormSpec, RopeStyle};
+use crate::arch::{Activation, Glu, NormKind, NormSpec, RopeStyle};
 
 type NormFn = unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]);
 
@@ -15,8 +15,12 @@ type NormFn = unsafe fn(NormSpec, &[f32], &[f32], Option<&[f32]>, &mut [f32]);
 pub(in super::super) struct VectorKernels {
     norm: NormFn,
     rope: unsafe fn(RopeStyle, &mut [f32], &[f32], &[f32]),
-    gate: unsafe fn(Activation, &[f32], &[f32], &mut [f32]),
-    add: unsafe fn(&mut [f32], &[f32]),
+    norm_in_place: unsafe fn(NormSpec, &mut [f32], &[f32]),
+    gate: unsafe fn(Glu, &[f32], &[f32], &mut [f32]),
+    activate: unsafe fn(Activation, &mut [f32]),
+    softmax: unsafe fn(&mut [f32]),
+    sigmoid: unsafe fn(&mut [f32]),
+    add: unsafe fn(&mut [f32], &[f32], f32),
     scale_cap: unsafe fn(&mut [f32], f32, Option<f32>),
 }
 
@@ -35,18 +39,43 @@ impl VectorKernels {
         unsafe { (self.rope)(style, x, cos, sin) }
     }
 
-    /// `out = act(x) * y`.
-    pub(in super::super) fn gate(&self, act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
-        assert!(x.len() == out.len() && y.len() == out.len());
+    /// `x = norm(x) * weight` for one row, with the bits of [`norm`](Self::norm).
+    pub(in super::super) fn norm_in_place(&self, spec: NormSpec, x: &mut [f32], weight: &[f32]) {
+        assert_eq!(x.len(), weight.len());
         // SAFETY: the tier's instructions are there.
-        unsafe { (self.gate)(act, x, y, out) }
+        unsafe { (self.norm_in_place)(spec, x, weight) }
     }
 
-    /// `x += y`.
-    pub(in super::super) fn add(&self, x: &mut [f32], y: &[f32]) {
+    /// `out = glu(gate, up)`.
+    pub(in super::super) fn gate(&self, glu: Glu, gate: &[f32], up: &[f32], out: &mut [f32]) {
+        assert!(gate.len() == out.len() && up.len() == out.len());
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.gate)(glu, gate, up, out) }
+    }
+
+    /// `x = act(x)`.
+    pub(in super::super) fn activate(&self, act: Activation, x: &mut [f32]) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.activate)(act, x) }
+    }
+
+    /// `x = softmax(x)`; a NaN makes all of it NaN.
+    pub(in super::super) fn softmax(&self, x: &mut [f32]) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.softmax)(x) }
+    }
+
+    /// `x = sigmoid(x)`.
+    pub(in super::super) fn sigmoid(&self, x: &mut [f32]) {
+        // SAFETY: the tier's instructions are there.
+        unsafe { (self.sigmoid)(x) }
+    }
+
+    /// `x += y * scale` with one rounding.
+    pub(in super::super) fn add(&self, x: &mut [f32], y: &[f32], scale: f32) {
         assert_eq!(x.len(), y.len());
         // SAFETY: the tier's instructions are there.
-        unsafe { (self.add)(x, y) }
+        unsafe { (self.add)(x, y, scale) }
     }
 
     /// `x = cap * tanh(x * scale / cap)`, or `x * scale`.
@@ -56,12 +85,57 @@ impl VectorKernels {
     }
 }
 
+/// Stores a function of each value of some slices in the last. Macros, since a closure is not always inlined, and outside of
+/// a function that enables the tier's instructions each operation is a call.
+macro_rules! map {
+    ($l:ty, $out:expr, |$x:ident| $f:expr) => {{
+        let (outs, out_rest) = $out.as_chunks_mut::<LANES>();
+        for out in outs {
+            let $x = <$l>::load(out);
+            ($f).store(out);
+        }
+        if !out_rest.is_empty() {
+            let $x = <$l>::load_part(out_rest);
+            ($f).store_part(out_rest);
+        }
+    }};
+    ($l:ty, $out:expr, $y:expr, |$x:ident, $v:ident| $f:expr) => {{
+        let (outs, out_rest) = $out.as_chunks_mut::<LANES>();
+        let (ys, y_rest) = $y.as_chunks::<LANES>();
+        for (out, y) in outs.iter_mut().zip(ys) {
+            let ($x, $v) = (<$l>::load(out), <$l>::load(y));
+            ($f).store(out);
+        }
+        if !out_rest.is_empty() {
+            let ($x, $v) = (<$l>::load_part(out_rest), <$l>::load_part(y_rest));
+            ($f).store_part(out_rest);
+        }
+    }};
+    ($l:ty, $x:expr, $y:expr => $out:expr, |$u:ident, $v:ident| $f:expr) => {{
+        let (xs, x_rest) = $x.as_chunks::<LANES>();
+        let (ys, y_rest) = $y.as_chunks::<LANES>();
+        let (outs, out_rest) = $out.as_chunks_mut::<LANES>();
+        for ((x, y), out) in xs.iter().zip(ys).zip(outs) {
+            let ($u, $v) = (<$l>::load(x), <$l>::load(y));
+            ($f).store(out);
+        }
+        if !out_rest.is_empty() {
+            let ($u, $v) = (<$l>::load_part(x_rest), <$l>::load_part(y_rest));
+            ($f).store_part(out_rest);
+        }
+    }};
+}
+
 macro_rules! tier {
     ($table:ident, $module:ident, $lanes:ident, $features:tt) => {
         pub(in super::super) static $table: VectorKernels = VectorKernels {
             norm: $module::norm,
             rope: $module::rope,
+            norm_in_place: $module::norm_in_place,
             gate: $module::gate,
+            activate: $module::activate,
+            softmax: $module::softmax,
+            sigmoid: $module::sigmoid,
             add: $module::add,
             scale_cap: $module::scale_cap,
         };
@@ -84,14 +158,39 @@ macro_rules! tier {
             );
             enable!(
                 $features,
-                pub(super) fn gate(act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
-                    super::gate::<$lanes>(act, x, y, out);
+                pub(super) fn norm_in_place(s: NormSpec, x: &mut [f32], w: &[f32]) {
+                    super::norm_in_place::<$lanes>(s, x, w);
                 }
             );
             enable!(
                 $features,
-                pub(super) fn add(x: &mut [f32], y: &[f32]) {
-                    map2::<$lanes>(x, y, |x, y| x.add(y));
+                pub(super) fn gate(glu: Glu, x: &[f32], y: &[f32], out: &mut [f32]) {
+                    super::gate::<$lanes>(glu, x, y, out);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn activate(act: Activation, x: &mut [f32]) {
+                    super::activate::<$lanes>(act, x);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn softmax(x: &mut [f32]) {
+                    super::softmax::<$lanes>(x);
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn sigmoid(x: &mut [f32]) {
+                    map!($lanes, x, |x| math::sigmoid(x));
+                }
+            );
+            enable!(
+                $features,
+                pub(super) fn add(x: &mut [f32], y: &[f32], scale: f32) {
+                    let scale = <$lanes as Lanes>::splat(scale);
+                    map!($lanes, x, y, |x, y| y.fma(scale, x));
                 }
             );
             enable!(
@@ -112,8 +211,9 @@ tier!(AVX2, avx2, Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c");
 
+/// What a row's values are reduced by, and what they are multiplied with then.
 #[inline(always)]
-fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+fn moments<L: Lanes>(spec: NormSpec, x: &[f32]) -> (L, L) {
     let n = x.len() as f32;
     let (whole, rest) = x.as_chunks::<LANES>();
     let mean = match spec.kind {
@@ -136,8 +236,19 @@ fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]
         let x = L::load_part(rest).sub(centre).keep(0, rest.len() as i32, L::splat(0.0));
         squares = x.fma(x, squares);
     }
-    let inverse = L::splat(1.0 / (squares.sum() / n + spec.eps).sqrt());
+    (centre, L::splat(1.0 / (squares.sum() / n + spec.eps).sqrt()))
+}
 
+#[inline(always)]
+fn norm_in_place<L: Lanes>(spec: NormSpec, x: &mut [f32], weight: &[f32]) {
+    let (centre, inverse) = moments::<L>(spec, x);
+    map!(L, x, weight, |x, w| x.sub(centre).mul(inverse).mul(w));
+}
+
+#[inline(always)]
+fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]>, out: &mut [f32]) {
+    let (centre, inverse) = moments::<L>(spec, x);
+    let (whole, rest) = x.as_chunks::<LANES>();
     let (ws, w_rest) = weight.as_chunks::<LANES>();
     let (bs, b_rest) = bias.unwrap_or(&[]).as_chunks::<LANES>();
     let (outs, out_rest) = out.as_chunks_mut::<LANES>();
@@ -190,59 +301,61 @@ fn rope<L: Lanes>(style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
 }
 
 #[inline(always)]
-fn gate<L: Lanes>(act: Activation, x: &[f32], y: &[f32], out: &mut [f32]) {
-    match act {
-        Activation::Silu => map3::<L>(x, y, out, |x, y| math::silu(x).mul(y)),
-        Activation::Gelu => map3::<L>(x, y, out, |x, y| math::gelu(x).mul(y)),
-        Activation::GeluTanh => map3::<L>(x, y, out, |x, y| math::gelu_tanh(x).mul(y)),
-        Activation::Relu => map3::<L>(x, y, out, |x, y| math::relu(x).mul(y)),
+fn gate<L: Lanes>(glu: Glu, x: &[f32], y: &[f32], out: &mut [f32]) {
+    match glu {
+        Glu::Act(Activation::Silu) => map!(L, x, y => out, |x, y| math::silu(x).mul(y)),
+        Glu::Act(Activation::Gelu) => map!(L, x, y => out, |x, y| math::gelu(x).mul(y)),
+        Glu::Act(Activation::GeluTanh) => map!(L, x, y => out, |x, y| math::gelu_tanh(x).mul(y)),
+        Glu::Act(Activation::Relu) => map!(L, x, y => out, |x, y| math::relu(x).mul(y)),
+        Glu::Clamped { alpha, limit } => {
+            let (one, alpha) = (L::splat(1.0), L::splat(alpha));
+            let (least, most) = (L::splat(-limit), L::splat(limit));
+            map!(L, x, y => out, |x, y| {
+                // In this order a NaN passes.
+                let (gate, up) = (most.min(x), most.min(least.max(y)));
+                up.add(one).mul(gate.mul(math::sigmoid(gate.mul(alpha))))
+            });
+        }
     }
+}
+
+#[inline(always)]
+fn activate<L: Lanes>(act: Activation, x: &mut [f32]) {
+    match act {
+        Activation::Silu => map!(L, x, |x| math::silu(x)),
+        Activation::Gelu => map!(L, x, |x| math::gelu(x)),
+        Activation::GeluTanh => map!(L, x, |x| math::gelu_tanh(x)),
+        Activation::Relu => map!(L, x, |x| math::relu(x)),
+    }
+}
+
+#[inline(always)]
+fn softmax<L: Lanes>(x: &mut [f32]) {
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let mut top = L::load_part(rest).keep(0, rest.len() as i32, L::splat(f32::NEG_INFINITY));
+    for x in whole {
+        // A NaN may be passed over here; it is in the sum.
+        top = L::load(x).max(top);
+    }
+    let top = L::splat(top.top());
+    map!(L, x, |x| math::exp(x.sub(top)));
+    let (whole, rest) = x.as_chunks::<LANES>();
+    let mut sum = L::splat(0.0);
+    for x in whole {
+        sum = sum.add(L::load(x));
+    }
+    let sum = L::splat(sum.add(L::load_part(rest)).sum());
+    map!(L, x, |x| x.div(sum));
 }
 
 #[inline(always)]
 fn scale_cap<L: Lanes>(x: &mut [f32], scale: f32, cap: Option<f32>) {
     let scale = L::splat(scale);
     match cap {
-        None => map1::<L>(x, |x| x.mul(scale)),
+        None => map!(L, x, |x| x.mul(scale)),
         Some(cap) => {
             let cap = L::splat(cap);
-            map1::<L>(x, |x| math::tanh(x.mul(scale).div(cap)).mul(cap));
+            map!(L, x, |x| math::tanh(x.mul(scale).div(cap)).mul(cap));
         }
-    }
-}
-
-#[inline(always)]
-fn map1<L: Lanes>(x: &mut [f32], f: impl Fn(L) -> L) {
-    let (whole, rest) = x.as_chunks_mut::<LANES>();
-    for x in whole {
-        f(L::load(x)).store(x);
-    }
-    if !rest.is_empty() {
-        f(L::load_part(rest)).store_part(rest);
-    }
-}
-
-#[inline(always)]
-fn map2<L: Lanes>(x: &mut [f32], y: &[f32], f: impl Fn(L, L) -> L) {
-    let (xs, x_rest) = x.as_chunks_mut::<LANES>();
-    let (ys, y_rest) = y.as_chunks::<LANES>();
-    for (x, y) in xs.iter_mut().zip(ys) {
-        f(L::load(x), L::load(y)).store(x);
-    }
-    if !x_rest.is_empty() {
-        f(L::load_part(x_rest), L::load_part(y_rest)).store_part(x_rest);
-    }
-}
-
-#[inline(always)]
-fn map3<L: Lanes>(x: &[f32], y: &[f32], out: &mut [f32], f: impl Fn(L, L) -> L) {
-    let (xs, x_rest) = x.as_chunks::<LANES>();
-    let (ys, y_rest) = y.as_chunks::<LANES>();
-    let (outs, out_rest) = out.as_chunks_mut::<LANES>();
-    for ((x, y), out) in xs.iter().zip(ys).zip(outs) {
-        f(L::load(x), L::load(y)).store(out);
-    }
-    if !out_rest.is_empty() {
-        f(L::load_part(x_rest), L::load_part(y_rest)).store_part(out_rest);
     }
 }

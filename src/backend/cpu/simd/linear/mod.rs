@@ -1,8 +1,8 @@
-//! `y[M, N] = x[M, K] * w[N, K]^T`: which thread runs which panel over which rows and which part of K. The tiers' files
-//! hold the inner loops.
+//! `y[M, N] = x[M, K] * w[N, K]^T`, one product or many of the same K at once: which thread runs which panel over which rows
+//! and which part of K. The tiers' files hold the inner loops.
 //!
 //! ```text
-//! for runs of panels, from a counter:                     threads; panels write disjoint columns of y
+//! for runs of all products' panels, from a counter:       threads; panels write values of y of their own
 //!   for a slice of rows whose activations stay in L2:
 //!     for each panel:  for a slice of K that stays in L1:  kernel(all tiles of the rows); sums go on from y
 //! ```
@@ -27,7 +27,7 @@ pub(super) use scalar::LINEAR_FMA as SCALAR_FMA;
 use crate::backend::cpu::acts::{Acts, Tiles, WORDS, interleave, row_words};
 use crate::backend::cpu::panel::{KERNELS, LANES, Panel};
 use crate::backend::cpu::pool::{Disjoint, Pool};
-use crate::backend::cpu::weight::{Segment, Store};
+use crate::backend::cpu::weight::{CpuWeight, Segment, Store};
 use crate::quant::Codec;
 use core::ops::Range;
 
@@ -49,10 +49,10 @@ pub(in crate::backend::cpu) struct LinearFns {
     panel: [unsafe fn(&Job<'_>); KERNELS],
 }
 
-/// The rows of one tile: row r starts at `r * k`.
+/// The rows of one tile: row r starts at `r * stride`.
 struct Rows<'a> {
     x: &'a [f32],
-    k: usize,
+    stride: usize,
     rows: usize,
 }
 
@@ -60,7 +60,7 @@ impl Rows<'_> {
     /// Block `b` of row `r`.
     #[inline(always)]
     fn block(&self, r: usize, b: usize) -> &[f32; 32] {
-        self.x[r * self.k + 32 * b..][..32].try_into().expect("32 values")
+        self.x[r * self.stride + 32 * b..][..32].try_into().expect("32 values")
     }
 }
 
@@ -102,9 +102,34 @@ pub(in crate::backend::cpu) struct Input<'a> {
     /// `[rows, k]`.
     pub(in crate::backend::cpu) x: &'a [f32],
     pub(in crate::backend::cpu) rows: usize,
-    pub(in crate::backend::cpu) k: usize,
     /// `[N]`, added to every row.
     pub(in crate::backend::cpu) bias: Option<&'a [f32]>,
+}
+
+/// A matrix and the part of x and y that it works on.
+pub(in crate::backend::cpu) struct Product<'a> {
+    pub(in crate::backend::cpu) w: &'a CpuWeight,
+    /// `[N]`, added to every row.
+    pub(in crate::backend::cpu) bias: Option<&'a [f32]>,
+    /// Rows, of x and of y.
+    pub(in crate::backend::cpu) rows: Range<usize>,
+    /// Where its K values start in a row of x.
+    pub(in crate::backend::cpu) x: usize,
+    /// Where its N results start in a row of y.
+    pub(in crate::backend::cpu) y: usize,
+    /// Rows of all products before this one.
+    pub(in crate::backend::cpu) before: usize,
+}
+
+/// Products of matrices of the same K that write apart from each other: in ascending order of rows, those of the same rows
+/// in ascending order of columns.
+pub(in crate::backend::cpu) struct Products<'a> {
+    pub(in crate::backend::cpu) count: usize,
+    pub(in crate::backend::cpu) of: &'a (dyn Fn(usize) -> Product<'a> + Sync),
+    pub(in crate::backend::cpu) x: &'a [f32],
+    /// Values from one row of x to the next.
+    pub(in crate::backend::cpu) x_stride: usize,
+    pub(in crate::backend::cpu) y_stride: usize,
 }
 
 impl LinearFns {
@@ -115,77 +140,127 @@ impl LinearFns {
     pub(in crate::backend::cpu) fn matmul(
         &self,
         pool: &Pool,
-        segments: &[Segment],
-        n: usize,
+        w: &CpuWeight,
         input: &Input<'_>,
         scratch: &mut [u32],
         y: &mut [f32],
     ) {
-        let (rows, k) = (input.rows, input.k);
+        let (rows, n, k) = (input.rows, w.rows(), w.columns());
         assert!(input.x.len() == rows * k && y.len() == rows * n, "[{rows}, {k}] to [{rows}, {n}]");
-        assert!(input.bias.is_none_or(|b| b.len() == n), "a bias of {n}");
-        assert!(segments.iter().all(|s| s.column + s.rows <= n && s.k == k), "segments inside the matrix");
-        if rows == 0 {
-            return;
-        }
+        let of = |_| Product { w, bias: input.bias, rows: 0..rows, x: 0, y: 0, before: 0 };
+        self.products(pool, &Products { count: 1, of: &of, x: input.x, x_stride: k, y_stride: n }, scratch, y);
+    }
+
+    /// Many products at once. `scratch` has room for a word for each value of x that they read.
+    ///
+    /// # Panics
+    /// Where products reach out of x or y, or into each other's results: a bug in the caller.
+    pub(in crate::backend::cpu) fn products(&self, pool: &Pool, all: &Products<'_>, scratch: &mut [u32], y: &mut [f32]) {
+        all.check(y.len());
         for quantized in [true, false] {
-            let mine = || segments.iter().filter(|s| s.quantized() == quantized);
-            let panels: usize = mine().map(Segment::panels).sum();
+            let panels: usize = (0..all.count).flat_map(|i| (all.of)(i).segments(quantized)).map(Segment::panels).sum();
             if panels == 0 {
                 continue;
             }
-            let acts = &self.prepare(pool, quantized, input, scratch);
-            let out = Out { y: y.as_mut_ptr(), stride: n };
+            let words = self.prepare(pool, quantized, all, scratch);
+            let out = Out { y: y.as_mut_ptr(), stride: all.y_stride };
             // Large enough that the counter costs nothing, small enough that the threads end together.
             let grain = (panels / (pool.threads() * 8)).clamp(1, 64);
             pool.for_each_chunk(panels, grain, |_, range| {
                 let mut before = 0;
-                for segment in mine() {
-                    let count = segment.panels();
-                    let (a, b) = (range.start.max(before), range.end.min(before + count));
-                    if a < b {
-                        // SAFETY: `y` is `rows` rows of `n`, the segments' columns lie inside and apart, and each panel is
-                        // handed out once.
-                        unsafe { self.panels(segment, a - before..b - before, acts, rows, out, input.bias) };
+                for p in (0..all.count).map(all.of) {
+                    for segment in p.segments(quantized) {
+                        let count = segment.panels();
+                        let (a, b) = (range.start.max(before), range.end.min(before + count));
+                        if a < b {
+                            let acts = &self.acts(quantized, &p, all, words);
+                            let out = out.at(p.rows.start, p.y);
+                            // SAFETY: `check` found the product's results inside `y` and apart from the others', the
+                            // segments' columns lie inside and apart, and each panel is handed out once.
+                            unsafe { self.panels(segment, a - before..b - before, acts, p.rows.len(), out, p.bias) };
+                        }
+                        before += count;
                     }
-                    before += count;
+                    if before >= range.end {
+                        break;
+                    }
                 }
             });
         }
     }
 
-    /// Lays the rows out, on all threads.
-    fn prepare<'a>(&self, pool: &Pool, quantized: bool, input: &Input<'a>, scratch: &'a mut [u32]) -> Acts<'a> {
-        let (rows, k) = (input.rows, input.k);
-        let tiles = Tiles::new(rows, if quantized { self.rows_quant } else { self.rows_plain });
-        let row_words = row_words(quantized, k);
-        if !quantized && rows == 1 {
-            return Acts { words: bytemuck::cast_slice(input.x), row_words, tiles };
-        }
-        let words = &mut scratch[..rows * row_words];
+    /// Lays all rows out, on all threads.
+    fn prepare<'a>(&self, pool: &Pool, quantized: bool, all: &Products<'_>, scratch: &'a mut [u32]) -> &'a [u32] {
+        let words = &mut scratch[..];
         let to = Disjoint::new(words);
-        let (blocks, block_words) = (k.div_ceil(32), if quantized { WORDS } else { 32 });
+        // Blocks of 32 k of tiles, of the products whose rows are not read as they are.
+        let tiles = |p: &Product<'_>| match p.segments(quantized).next() {
+            Some(_) if !all.in_place(quantized, p) => Some((self.tiles(quantized, p), p.w.columns().div_ceil(32))),
+            _ => None,
+        };
+        let (mut units, mut largest) = (0, 1);
+        for (tiles, blocks) in (0..all.count).filter_map(|i| tiles(&(all.of)(i))) {
+            units += tiles.count * blocks;
+            largest = largest.max(tiles.tile(tiles.count - 1).1);
+        }
         // Some microseconds of work, well above the cost of a fork.
-        let (_, largest) = tiles.tile(tiles.count - 1);
-        pool.for_each_chunk(tiles.count * blocks, 256usize.div_ceil(largest), |_, range| {
-            let mut at = range.start;
-            while at < range.end {
-                let (tile, b) = (at / blocks, at % blocks);
-                let end = blocks.min(range.end - tile * blocks);
-                let (first, n) = tiles.tile(tile);
-                let word = |block: usize| first * row_words + n * row_words.min(block * block_words);
-                // SAFETY: a block of a tile is handed out once, and its words are its own.
-                let out = unsafe { to.slice(word(b)..word(end)) };
-                let x = &input.x[first * k..(first + n) * k];
-                if quantized {
-                    // SAFETY: the tier was chosen because its features are present.
-                    unsafe { (self.quantize)(&Rows { x, k, rows: n }, b..end, out) };
-                } else {
-                    interleave(x, k, n, 32 * b, out);
+        pool.for_each_chunk(units, 256usize.div_ceil(largest), |_, range| {
+            let mut before = 0;
+            for p in (0..all.count).map(all.of) {
+                let Some((tiles, blocks)) = tiles(&p) else { continue };
+                let mut at = range.start.max(before);
+                let stop = range.end.min(before + tiles.count * blocks);
+                while at < stop {
+                    let (tile, b) = ((at - before) / blocks, (at - before) % blocks);
+                    let end = blocks.min(stop - before - tile * blocks);
+                    self.lay_out(quantized, &p, all, tiles.tile(tile), b..end, to);
+                    at = before + tile * blocks + end;
                 }
-                at = tile * blocks + end;
+                before += tiles.count * blocks;
+                if before >= range.end {
+                    break;
+                }
             }
         });
+        words
+    }
+
+    /// Some blocks of one tile, given by its first row and their number.
+    fn lay_out(
+        &self,
+        quantized: bool,
+        p: &Product<'_>,
+        all: &Products<'_>,
+        (first, rows): (usize, usize),
+        blocks: Range<usize>,
+        to: Disjoint<'_, u32>,
+    ) {
+        let (k, stride) = (p.w.columns(), all.x_stride);
+        let (row_words, block_words) = (row_words(quantized, k), if quantized { WORDS } else { 32 });
+        let word = |block: usize| (p.before + first) * row_words + rows * row_words.min(block * block_words);
+        // SAFETY: a block of a tile is handed out once, and its words are its own.
+        let out = unsafe { to.slice(word(blocks.start)..word(blocks.end)) };
+        let x = &all.x[(p.rows.start + first) * stride + p.x..][..(rows - 1) * stride + k];
+        if quantized {
+            // SAFETY: the tier was chosen because its features are present.
+            unsafe { (self.quantize)(&Rows { x, stride, rows }, blocks, out) };
+        } else {
+            interleave(x, stride, rows, 32 * blocks.start, out);
+        }
+    }
+
+    fn tiles(&self, quantized: bool, p: &Product<'_>) -> Tiles {
+        Tiles::new(p.rows.len(), if quantized { self.rows_quant } else { self.rows_plain })
+    }
+
+    /// The rows of a product, laid out.
+    fn acts<'a>(&self, quantized: bool, p: &Product<'_>, all: &'a Products<'_>, words: &'a [u32]) -> Acts<'a> {
+        let (k, rows, tiles) = (p.w.columns(), p.rows.len(), self.tiles(quantized, p));
+        let row_words = row_words(quantized, k);
+        let words = match all.in_place(quantized, p) {
+            true => bytemuck::cast_slice(&all.x[p.rows.start * all.x_stride + p.x..][..k]),
+            false => &words[p.before * row_words..][..rows * row_words],
+        };
         Acts { words, row_words, tiles }
     }
 
@@ -301,12 +376,53 @@ fn ahead(w: *const u8, len: usize) {
     }
 }
 
+impl<'a> Product<'a> {
+    /// What there is to multiply of one kind.
+    fn segments(&self, quantized: bool) -> impl Iterator<Item = &'a Segment> + use<'a> {
+        let all = if self.rows.is_empty() { &[][..] } else { &self.w.segments[..] };
+        all.iter().filter(move |s| s.quantized() == quantized)
+    }
+}
+
+impl Products<'_> {
+    /// True where a product's row is its own layout.
+    fn in_place(&self, quantized: bool, p: &Product<'_>) -> bool {
+        !quantized && p.rows.len() == 1
+    }
+
+    fn check(&self, y_len: usize) {
+        let (mut before, mut last, mut last_end, mut k) = (0, 0..0, 0, None);
+        for (i, p) in (0..self.count).map(|i| (i, (self.of)(i))) {
+            let n = p.w.rows();
+            assert_eq!(*k.get_or_insert(p.w.columns()), p.w.columns(), "product {i}: columns of all products");
+            let k = p.w.columns();
+            assert!(p.w.segments.iter().all(|s| s.column + s.rows <= n && s.k == k), "product {i}: segments inside the matrix");
+            assert!(p.bias.is_none_or(|b| b.len() == n), "product {i}: a bias of {n}");
+            assert!(p.x + k <= self.x_stride && p.y + n <= self.y_stride, "product {i}: [{n}, {k}] inside the rows");
+            assert!(p.rows.start <= p.rows.end && p.rows.end * self.x_stride <= self.x.len(), "product {i}: rows of x");
+            assert!(p.rows.end * self.y_stride <= y_len && p.before == before, "product {i}: rows of y");
+            let apart = p.rows.start >= last.end || p.rows == last && p.y >= last_end;
+            assert!(apart, "product {i}: rows {:?} from {} after {last:?} to {last_end}", p.rows, p.y);
+            before += p.rows.len();
+            (last, last_end) = (p.rows, p.y + n);
+        }
+    }
+}
+
+/// The first result of a product.
 #[derive(Clone, Copy)]
 struct Out {
     y: *mut f32,
     stride: usize,
 }
-// SAFETY: threads write disjoint columns.
+
+impl Out {
+    fn at(self, row: usize, column: usize) -> Self {
+        Out { y: self.y.wrapping_add(row * self.stride + column), ..self }
+    }
+}
+
+// SAFETY: threads write values of their own.
 unsafe impl Send for Out {}
 // SAFETY: as above.
 unsafe impl Sync for Out {}

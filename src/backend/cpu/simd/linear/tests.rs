@@ -10,6 +10,7 @@ use crate::backend::{RowOrder, WeightPart};
 use crate::dtype::FormatId;
 use crate::quant;
 use crate::weights::TensorView;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 fn load(parts: &[(FormatId, usize, &[u8])], k: usize, compute: Compute) -> CpuWeight {
     let shapes: Vec<_> = parts.iter().map(|p| [p.1, k]).collect();
@@ -29,7 +30,7 @@ fn run(fns: &LinearFns, pool: &Pool, w: &CpuWeight, x: &[f32], bias: Option<&[f3
     let (k, rows) = (w.columns(), x.len() / w.columns());
     let mut y = vec![f32::NAN; rows * w.rows()];
     let mut scratch = vec![0x7fc0_0000; rows * k];
-    fns.matmul(pool, &w.segments, w.rows(), &Input { x, rows, k, bias }, &mut scratch, &mut y);
+    fns.matmul(pool, w, &Input { x, rows, bias }, &mut scratch, &mut y);
     y.into_iter().map(f32::to_bits).collect()
 }
 
@@ -211,12 +212,15 @@ fn activations_have_the_same_bits_on_every_tier() {
         for (name, fns) in tables() {
             // The scalar kernel in this tier's tiles.
             let scalar = LinearFns { rows_quant: fns.rows_quant, rows_plain: fns.rows_plain, ..SCALAR };
-            for quantized in [true, false] {
-                let input = Input { x: &x, rows, k, bias: None };
+            for (format, quantized) in [(FormatId::Q8_0, true), (FormatId::F32, false)] {
+                let w = &load(&[(format, 1, &synthetic::weights(format, k, 1))], k, Compute::Fast);
+                let of = |_| Product { w, bias: None, rows: 0..rows, x: 0, y: 0, before: 0 };
+                let all = Products { count: 1, of: &of, x: &x, x_stride: k, y_stride: 1 };
                 let (mut a, mut b) = (vec![1; rows * k], vec![2; rows * k]);
-                let a = fns.prepare(&pool, quantized, &input, &mut a);
-                let b = scalar.prepare(&Pool::new(1).unwrap(), quantized, &input, &mut b);
-                assert!(a.words == b.words, "{name} {threads} threads");
+                fns.prepare(&pool, quantized, &all, &mut a);
+                scalar.prepare(&Pool::new(1).unwrap(), quantized, &all, &mut b);
+                let words = rows * row_words(quantized, k);
+                assert!(a[..words] == b[..words], "{name} {format} {threads} threads");
             }
         }
     }
@@ -270,5 +274,93 @@ fn a_row_decodes_as_in_the_file() {
                 assert!(row == expected, "{} {compute:?} row {r}", codec.id);
             }
         }
+    }
+}
+
+/// Heads side by side in wider rows, and groups of rows one below the other: each product has the bits it has alone.
+#[test]
+fn many_products_at_once() {
+    let k = 96;
+    for (format, other) in [(FormatId::Q4_0, FormatId::Q8_0), (FormatId::F32, FormatId::F16), (FormatId::Q8_0, FormatId::BF16)] {
+        let w: Vec<_> = [(33, 1), (7, 2), (64, 3), (20, 4)]
+            .iter()
+            .map(|&(n, seed)| {
+                let (a, b) = (synthetic::weights(format, n * k, seed), synthetic::weights(other, 5 * k, seed + 10));
+                load(&[(format, n, &a), (other, 5, &b)], k, Compute::Fast)
+            })
+            .collect();
+        let widest = w.iter().map(CpuWeight::rows).max().unwrap();
+        let bias = synthetic::normals(widest, 9);
+        let bias = |i: usize| (i % 2 == 1).then_some(&bias[..w[i].rows()]);
+        for tier in Tier::available() {
+            for threads in [1, 3] {
+                let pool = Pool::new(threads).unwrap();
+                let alone = |i: usize, x: &[f32]| run(tier.linear, &pool, &w[i], x, bias(i));
+
+                // Heads: gaps between them, in x and in y.
+                let (rows, x_step, y_step) = (11, k + 3, widest + 2);
+                let (x_stride, y_stride) = (4 * x_step + 1, 4 * y_step + 5);
+                let x = synthetic::normals(rows * x_stride, 5);
+                let of = |i| Product {
+                    w: &w[i],
+                    bias: bias(i),
+                    rows: 0..rows,
+                    x: 2 + i * x_step,
+                    y: 4 + i * y_step,
+                    before: i * rows,
+                };
+                let mut y = vec![7.5; rows * y_stride];
+                let mut scratch = vec![0; 4 * rows * k];
+                let all = Products { count: 4, of: &of, x: &x, x_stride, y_stride };
+                tier.linear.products(&pool, &all, &mut scratch, &mut y);
+                let mut want = vec![7.5f32.to_bits(); rows * y_stride];
+                for (i, w) in w.iter().enumerate() {
+                    let n = w.rows();
+                    for r in 0..rows {
+                        let y = alone(i, &x[r * x_stride + 2 + i * x_step..][..k]);
+                        want[r * y_stride + 4 + i * y_step..][..n].copy_from_slice(&y);
+                    }
+                }
+                assert!(y.iter().map(|v| v.to_bits()).eq(want), "heads: {} {format} {threads} threads", tier.name);
+
+                // Groups, one of them empty, one of a single row.
+                let cuts = [0, 17, 17, 18, 31];
+                let x = synthetic::normals(31 * k, 6);
+                let of = |i: usize| Product { w: &w[i], bias: bias(i), rows: cuts[i]..cuts[i + 1], x: 0, y: 0, before: cuts[i] };
+                let mut y = vec![7.5; 31 * widest];
+                let all = Products { count: 4, of: &of, x: &x, x_stride: k, y_stride: widest };
+                tier.linear.products(&pool, &all, &mut scratch, &mut y);
+                for i in 0..4 {
+                    for r in cuts[i]..cuts[i + 1] {
+                        let want = alone(i, &x[r * k..][..k]);
+                        let y = &y[r * widest..][..want.len()];
+                        assert!(y.iter().map(|v| v.to_bits()).eq(want), "groups: {} {format} row {r}", tier.name);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn products_must_not_meet() {
+    let k = 32;
+    let w = &load(&[(FormatId::F32, 3, &synthetic::weights(FormatId::F32, 3 * k, 1))], k, Compute::Fast);
+    let (x, pool) = (vec![0.0; 4 * k], Pool::new(1).unwrap());
+    for (rows, columns, apart) in [
+        ([0..2, 2..4], [0, 0], true),
+        ([0..2, 0..2], [0, 3], true),
+        ([0..2, 1..4], [0, 0], false),
+        ([0..2, 0..2], [0, 2], false),
+        ([0..2, 0..2], [3, 0], false),
+        ([0..2, 2..5], [0, 0], false),
+        ([0..2, 2..4], [0, 4], false),
+    ] {
+        let of = |i: usize| Product { w, bias: None, rows: rows[i].clone(), x: 0, y: columns[i], before: i * rows[0].len() };
+        let all = Products { count: 2, of: &of, x: &x, x_stride: k, y_stride: 6 };
+        let (mut scratch, mut y) = (vec![0; 5 * k], vec![0.0; 24]);
+        let run = AssertUnwindSafe(|| SCALAR.products(&pool, &all, &mut scratch, &mut y));
+        let ran = catch_unwind(run);
+        assert_eq!(ran.is_ok(), apart, "{rows:?} {columns:?}");
     }
 }
