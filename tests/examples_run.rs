@@ -96,3 +96,25 @@ fn a_line_that_is_no_text_does_not_end_a_chat() {
     assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
     assert_eq!(out, "> [expected a line of UTF-8, found another byte at 2]\n> > > \n");
 }
+
+#[test]
+fn a_full_conversation_says_so_and_can_begin_anew() {
+    let Some(mut command) = example("chat") else { return };
+    let model = fixtures().join("gguf/llama_q4_0.gguf");
+    let chat = command.args(["--threads=1", "--context=96", "--max-tokens=20"]).arg("--model").arg(model);
+    let (code, out, error) = run(chat, format!("{}/reset\na\n/quit\n", "a\n".repeat(12)).as_bytes());
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    assert!(out.contains("[no room is left: ") && !out.starts_with("> [no room"), "{out}");
+    let after = out.rsplit("/reset begins anew]\n").next().unwrap();
+    assert!(after.starts_with("> > "), "{out}");
+}
+
+/// At most 1,000,000 tokens are a wish that ends with the context.
+#[test]
+fn generate_ends_with_the_context() {
+    let Some(mut command) = example("generate") else { return };
+    let model = fixtures().join("gguf/llama_q4_0.gguf");
+    let generate = command.args(["--raw", "--threads=1", "--max-tokens=1000000", "--stats", "a"]).arg("--model").arg(model);
+    let (code, _, error) = run(generate, b"");
+    assert!(code == Some(0) && error.contains("decode"), "{code:?} {error}");
+}
