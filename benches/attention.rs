@@ -60,7 +60,7 @@ fn attention(criterion: &mut Criterion) {
         let limits = BatchLimits { tokens: depth, seqs: 1, blocks, rows: 1 };
         // Steps of 37 reach every block of a power of two.
         let table: Vec<_> = (0..blocks).map(|i| BlockId((i * 37 % blocks) as u32)).collect();
-        let mut batch = Batch::new(BLOCK, limits);
+        let mut batch = Batch::new(BLOCK, limits).expect("valid limits");
         let push = |batch: &mut Batch, start: usize| {
             batch.clear();
             let ids = vec![0; depth - start];

@@ -31,7 +31,7 @@ fn sample(c: &mut Criterion) {
     ];
     for vocab in [49_152, 151_936] {
         let row = row(vocab);
-        let mut sampler = Sampler::new(vocab);
+        let mut sampler = Sampler::new(vocab).expect("memory for it");
         let mut group = c.benchmark_group("sample");
         group.throughput(Throughput::Bytes(vocab as u64 * 4));
         for (name, params) in &cases {

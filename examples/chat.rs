@@ -1,10 +1,10 @@
 //! A conversation at the terminal. Each turn reuses the cache of the turns before. Ctrl-C stops the answer, not the program;
-//! an empty line does nothing, `/quit` or the end of the input ends it.
+//! an empty line does nothing, `/reset` begins a new conversation, `/quit` or the end of the input ends the program.
 
 mod support;
 
 use loquat::weights::no_progress;
-use loquat::{Engine, EngineConfig, FinishReason, GenerateOptions, ModelFiles, OpenOptions, Polled, Session};
+use loquat::{Engine, EngineConfig, Error, FinishReason, GenerateOptions, ModelFiles, OpenOptions, Polled, Session, SubmitError};
 use std::io::{BufRead, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +12,7 @@ use support::args::{Opt, Usage};
 
 const USAGE: Usage = Usage {
     program: "chat",
-    about: "Talks with a model.",
+    about: "Talks with a model. /reset begins anew, /quit ends.",
     words: "",
     options: &[
         support::MODEL,
@@ -30,9 +30,7 @@ const USAGE: Usage = Usage {
 };
 
 fn main() {
-    if let Err(error) = run() {
-        support::fail(format_args!("chat: {error}"));
-    }
+    support::end("chat", run());
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
@@ -47,10 +45,15 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let files = ModelFiles::open(support::model(&args)?, &OpenOptions::default(), &mut no_progress)?;
     let cache_tokens = context.min(files.spec().context);
     let mut engine = Engine::new(&files, EngineConfig { threads, cache_tokens, max_batch: 1, ..EngineConfig::default() })?;
-    let mut session = Session::new(&files)?;
-    if let Some(system) = args.text("--system")? {
-        session.say("system", system);
-    }
+    let system = args.text("--system")?;
+    let begin = || -> Result<Session, Error> {
+        let mut session = Session::new(&files)?;
+        if let Some(system) = system {
+            session.say("system", system);
+        }
+        Ok(session)
+    };
+    let mut session = begin()?;
 
     let interrupted = Arc::new(AtomicBool::new(false));
     let flag = interrupted.clone();
@@ -60,20 +63,35 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     loop {
         write!(out, "> ")?;
         out.flush()?;
-        let mut line = String::new();
-        if input.read_line(&mut line)? == 0 || line.trim() == "/quit" {
+        let mut line = Vec::new();
+        let ended = input.read_until(b'\n', &mut line)? == 0;
+        let line = match std::str::from_utf8(&line) {
+            Ok(line) => line.trim(),
+            Err(error) => {
+                writeln!(out, "[expected a line of UTF-8, found another byte at {}]", error.valid_up_to())?;
+                continue;
+            }
+        };
+        if ended || line == "/quit" {
             writeln!(out)?;
             return Ok(());
         }
-        if line.trim().is_empty() {
+        if line == "/reset" {
+            session = begin()?;
             continue;
         }
-        session.say("user", line.trim());
+        if line.is_empty() {
+            continue;
+        }
+        session.say("user", line);
         interrupted.store(false, Ordering::Relaxed);
         // An answer that does not fit, or a template that refuses, ends the turn and not the conversation.
         if let Err(error) = session.start(&mut engine, &options) {
             session.unsay();
-            writeln!(out, "[{error}]")?;
+            match error {
+                Error::Submit(SubmitError::TooLong { .. }) => writeln!(out, "[no room is left: {error}; /reset begins anew]")?,
+                error => writeln!(out, "[{error}]")?,
+            }
             continue;
         }
         loop {
@@ -97,7 +115,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         writeln!(out)?;
         if args.flag("--stats") {
             let all = session.tokens().len();
-            eprintln!("[{all} tokens in all, {} generated now, {} found cached]", session.generated(), session.reused());
+            let (generated, reused) = (session.generated(), session.reused());
+            writeln!(std::io::stderr(), "[{all} tokens in all, {generated} generated now, {reused} found cached]")?;
         }
     }
 }

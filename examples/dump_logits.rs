@@ -5,13 +5,14 @@
 mod support;
 
 use loquat::KvDType;
+use loquat::arch::Naming;
 use loquat::backend::cpu::{Compute, Cpu, CpuOptions};
 use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::model::{Logits, Model, ModelLimits, Progress, Transformer, Want};
 use loquat::weights::no_progress;
 use loquat::{BlockId, ModelFiles, OpenOptions};
 use safetensors::tensor::{Dtype, TensorView};
-use support::args::{Opt, Usage};
+use support::args::{Opt, Usage, Wrong};
 
 const USAGE: Usage = Usage {
     program: "dump_logits",
@@ -35,27 +36,32 @@ const CHUNK: usize = 64;
 const BLOCK_SIZE: usize = 16;
 
 fn main() {
-    if let Err(error) = run() {
-        support::fail(format_args!("dump_logits: {error}"));
-    }
+    support::end("dump_logits", run());
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
     let args = USAGE.read();
-    let ids: Vec<u32> = args.list("--ids")?.ok_or("--ids is needed: --ids 1,2,3")?;
-    let out = args.path("--out").ok_or("--out is needed: --out FILE")?;
-    let path = args.path("--model").ok_or("--model is needed: --model PATH")?;
+    let ids: Vec<u32> = args.list("--ids")?.ok_or_else(|| needed("--ids 1,2,3"))?;
+    let out = args.path("--out").ok_or_else(|| needed("--out FILE"))?;
+    let path = args.path("--model").ok_or_else(|| needed("--model PATH"))?;
     let all = match args.text("--at")?.unwrap_or("last") {
         "all" => true,
         "last" => false,
-        other => return Err(format!("--at: expected all or last, found {other}").into()),
+        other => return Err(Wrong(format!("--at: expected all or last, found {other}")).into()),
     };
     let (hidden, fast) = (args.flag("--hidden"), args.flag("--fast"));
     let options = OpenOptions { text: false, config: args.path("--config"), ..OpenOptions::default() };
     let files = ModelFiles::open(&path, &options, &mut no_progress)?;
-    let vocab = files.spec().vocab;
+    if let Some(config) = args.path("--config").filter(|_| files.naming() == Naming::Gguf) {
+        let (config, path) = (config.display(), path.display());
+        return Err(Wrong(format!("--config {config}: {path} is a GGUF file, which carries its configuration itself")).into());
+    }
+    let (vocab, context) = (files.spec().vocab, files.spec().context);
+    if ids.len() > context {
+        return Err(Wrong(format!("--ids: {} ids do not fit the model's context of {context}", ids.len())).into());
+    }
     if let Some(id) = ids.iter().find(|id| **id as usize >= vocab) {
-        return Err(format!("--ids: expected ids below {vocab}, found {id}").into());
+        return Err(Wrong(format!("--ids: expected ids below {vocab}, found {id}")).into());
     }
 
     let blocks = ids.len().div_ceil(BLOCK_SIZE);
@@ -71,8 +77,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let mut model = Transformer::load(backend, &files, limits, &mut no_progress)?;
 
     let want = Want { logits: true, hidden };
-    let mut results = Logits::with_capacity(limits.batch.rows, files.spec(), want);
-    let mut batch = Batch::new(BLOCK_SIZE, limits.batch);
+    let mut results = Logits::with_capacity(limits.batch.rows, files.spec(), want)?;
+    let mut batch = Batch::new(BLOCK_SIZE, limits.batch)?;
     let table: Vec<BlockId> = (0..blocks as u32).map(BlockId).collect();
     let (mut logits, mut states, mut rows) = (Vec::new(), Vec::new(), 0);
     for start in (0..ids.len()).step_by(CHUNK) {
@@ -87,6 +93,12 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         model.begin(&batch, want)?;
         while model.advance(&mut || false, &mut results)? != Progress::Done {}
         for r in 0..results.rows() {
+            let position = if all { start + r } else { end - 1 };
+            for (what, row) in [("logit", results.row(r)), ("hidden state", results.hidden(r))] {
+                if let Some(i) = row.iter().position(|v| !v.is_finite()) {
+                    return Err(format!("position {position}: {what} {i}: expected a finite number, found {}", row[i]).into());
+                }
+            }
             logits.extend(results.row(r).iter().flat_map(|v| v.to_le_bytes()));
             states.extend(results.hidden(r).iter().flat_map(|v| v.to_le_bytes()));
             rows += 1;
@@ -99,4 +111,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     }
     std::fs::write(&out, safetensors::serialize(tensors, None)?).map_err(|e| format!("{}: {e}", out.display()))?;
     Ok(())
+}
+
+fn needed(option: &str) -> Wrong {
+    Wrong(format!("{option} is needed"))
 }

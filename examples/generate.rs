@@ -12,7 +12,7 @@ use loquat::weights::no_progress;
 use loquat::{Engine, EngineConfig, GenerateOptions, ModelFiles, OpenOptions, Session};
 use std::io::Write;
 use std::time::Instant;
-use support::args::{Opt, Usage};
+use support::args::{Opt, Usage, Wrong};
 
 const USAGE: Usage = Usage {
     program: "generate",
@@ -33,16 +33,14 @@ const USAGE: Usage = Usage {
 };
 
 fn main() {
-    if let Err(error) = run() {
-        support::fail(format_args!("generate: {error}"));
-    }
+    support::end("generate", run());
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
     let args = USAGE.read();
     let prompt = args.sentence()?;
     if prompt.is_empty() {
-        return Err("expected a prompt, found none (--help explains the options)".into());
+        return Err(Wrong("expected a prompt, found none (--help explains the options)".into()).into());
     }
     let max_tokens = args.number("--max-tokens", 256, 1..=1 << 20)?;
     let options = GenerateOptions { max_tokens, sampling: support::sampling(&args)?, ..GenerateOptions::default() };
@@ -57,7 +55,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     } else {
         session.say("user", &prompt);
     }
-    // As large a cache as the prompt and its answer need: four bytes a token is few, so this is an upper bound.
+    // As large a cache as the prompt and its answer need: a token is a byte at least, and a template adds some. A session
+    // answers in what room is left, so a model's shorter context cuts the answer off and is no error.
     let cache_tokens = (prompt.len() + 512 + max_tokens).min(files.spec().context);
     let config = EngineConfig { threads, cache_tokens, max_seqs: 2, max_batch: 1, ..EngineConfig::default() };
     let mut engine = Engine::new(&files, config)?;
@@ -76,14 +75,15 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     if args.flag("--stats") {
         let (whole, first) = (begun.elapsed(), first.unwrap_or_else(|| begun.elapsed()));
         let generated = session.generated();
+        let mut err = std::io::stderr();
         let prompt_tokens = session.tokens().len() - generated;
-        eprintln!("load      {:.0} ms ({})", load.as_secs_f64() * 1e3, engine.model().describe());
-        eprintln!("prefill   {prompt_tokens} tokens, {:.1} tokens/s", prompt_tokens as f64 / first.as_secs_f64());
+        writeln!(err, "load      {:.0} ms ({})", load.as_secs_f64() * 1e3, engine.model().describe())?;
+        writeln!(err, "prefill   {prompt_tokens} tokens, {:.1} tokens/s", prompt_tokens as f64 / first.as_secs_f64())?;
         let decode = (whole - first).as_secs_f64();
-        eprintln!("decode    {generated} tokens, {:.1} tokens/s", (generated.saturating_sub(1)) as f64 / decode.max(1e-9));
+        writeln!(err, "decode    {generated} tokens, {:.1} tokens/s", (generated.saturating_sub(1)) as f64 / decode.max(1e-9))?;
         match support::stats::peak_rss_bytes() {
-            Some(bytes) => eprintln!("peak      {:.1} MiB", bytes as f64 / (1 << 20) as f64),
-            None => eprintln!("peak      not known on this system"),
+            Some(bytes) => writeln!(err, "peak      {:.1} MiB", bytes as f64 / (1 << 20) as f64)?,
+            None => writeln!(err, "peak      not known on this system")?,
         }
     }
     Ok(())

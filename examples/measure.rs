@@ -7,6 +7,7 @@ mod support;
 
 use loquat::weights::no_progress;
 use loquat::{Compute, Engine, EngineConfig, EventKind, ModelFiles, OpenOptions, Request};
+use std::io::Write;
 use std::time::Instant;
 use support::args::{Opt, Usage};
 use support::stats::{median, peak_rss_bytes};
@@ -29,9 +30,7 @@ const USAGE: Usage = Usage {
 };
 
 fn main() {
-    if let Err(error) = run() {
-        support::fail(format_args!("measure: {error}"));
-    }
+    support::end("measure", run());
 }
 
 struct Sample {
@@ -85,7 +84,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         "batch": batch,
         "repeat": repeat,
     });
-    println!("{report}");
+    writeln!(std::io::stdout(), "{report}")?;
     Ok(())
 }
 

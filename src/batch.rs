@@ -3,10 +3,10 @@
 //! here.
 //!
 //! Invariants: `q_indptr` and `block_indptr` start at 0 and never fall; a sequence's tokens have consecutive positions that
-//! its listed blocks cover; slots are distinct; `rows` are token indices in rising order.
+//! its listed blocks cover; slots are distinct where the block tables are; `rows` are token indices in rising order.
 #![forbid(unsafe_code)]
 
-use crate::error::RunError;
+use crate::error::{ConfigError, RunError, reserved};
 use crate::ids::{BlockId, TokenId};
 
 /// The most a [`Batch`] may hold. Model buffers are sized by it, so that a step allocates nothing.
@@ -20,6 +20,19 @@ pub struct BatchLimits {
     pub blocks: usize,
     /// Tokens whose logits are wanted.
     pub rows: usize,
+}
+
+impl BatchLimits {
+    /// # Errors
+    /// [`ConfigError::Invalid`] for a limit below `least`, or that 32-bit indices do not reach.
+    pub(crate) fn check(&self, least: usize) -> Result<(), ConfigError> {
+        for (name, limit) in [("tokens", self.tokens), ("seqs", self.seqs), ("blocks", self.blocks), ("rows", self.rows)] {
+            if limit < least || u32::try_from(limit).is_err() {
+                return Err(ConfigError::invalid(format!("batch limit {name}"), format!("{least} to {}", u32::MAX), limit));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// Which of an item's tokens the caller wants logits of.
@@ -67,31 +80,41 @@ pub struct Batch {
 
 impl Batch {
     /// An empty batch for blocks of `block_size` tokens. Allocates everything it will ever need.
-    pub fn new(block_size: usize, limits: BatchLimits) -> Self {
-        let indptr = |n: usize| {
-            let mut v = Vec::with_capacity(n + 1);
+    ///
+    /// # Errors
+    /// [`ConfigError`] for a block size that is no power of two from 1 to 4096, for limits that 32-bit indices do not reach,
+    /// and where the system refuses the memory.
+    pub fn new(block_size: usize, limits: BatchLimits) -> Result<Self, ConfigError> {
+        if !block_size.is_power_of_two() || block_size > MOST_BLOCK_SIZE {
+            let expected = format!("a power of two from 1 to {MOST_BLOCK_SIZE}");
+            return Err(ConfigError::invalid("block_size", expected, block_size));
+        }
+        limits.check(0)?;
+        let indptr = || -> Result<Vec<u32>, ConfigError> {
+            let mut v = reserved("a batch's sequences", limits.seqs.saturating_add(1))?;
             v.push(0);
-            v
+            Ok(v)
         };
-        Batch {
+        Ok(Batch {
             block_size,
             limits,
-            tokens: Vec::with_capacity(limits.tokens),
-            positions: Vec::with_capacity(limits.tokens),
-            slots: Vec::with_capacity(limits.tokens),
-            q_indptr: indptr(limits.seqs),
-            kv_lens: Vec::with_capacity(limits.seqs),
-            totals: Vec::with_capacity(limits.seqs),
-            block_indptr: indptr(limits.seqs),
-            blocks: Vec::with_capacity(limits.blocks),
-            rows: Vec::with_capacity(limits.rows),
-        }
+            tokens: reserved("a batch's tokens", limits.tokens)?,
+            positions: reserved("a batch's tokens", limits.tokens)?,
+            slots: reserved("a batch's tokens", limits.tokens)?,
+            q_indptr: indptr()?,
+            kv_lens: reserved("a batch's sequences", limits.seqs)?,
+            totals: reserved("a batch's sequences", limits.seqs)?,
+            block_indptr: indptr()?,
+            blocks: reserved("a batch's block tables", limits.blocks)?,
+            rows: reserved("a batch's rows", limits.rows)?,
+        })
     }
 
     /// Bytes that [`new`](Self::new) allocates.
     pub fn bytes(limits: &BatchLimits) -> usize {
+        let entries = [(3, limits.tokens), (4, limits.seqs), (2, 1), (1, limits.blocks), (1, limits.rows)];
         // Four bytes in every array.
-        4 * (3 * limits.tokens + 4 * limits.seqs + 2 + limits.blocks + limits.rows)
+        entries.iter().fold(0, |sum: usize, (arrays, len)| sum.saturating_add(len.saturating_mul(4 * arrays)))
     }
 
     /// Empties the batch and keeps its memory.
@@ -107,33 +130,48 @@ impl Batch {
     /// Adds a sequence. On an error the batch is as it was.
     ///
     /// # Errors
-    /// [`RunError::BatchTooLarge`] where a limit would be passed.
-    ///
-    /// # Panics
-    /// Where the item's blocks do not cover its tokens: a bug in the ledger.
+    /// [`RunError::BatchTooLarge`] where a limit would be passed, [`RunError::BadBatch`] for an item without tokens, with more
+    /// of them than `total` or its blocks cover, or with positions or slots that 32 bits do not hold.
     pub fn push(&mut self, item: BatchItem<'_>) -> Result<(), RunError> {
-        let end = item.start + item.tokens.len();
-        let used = end.div_ceil(self.block_size);
-        assert!(!item.tokens.is_empty() && used <= item.blocks.len() && end <= item.total, "an item that its blocks cover");
+        let (bs, len) = (self.block_size, item.tokens.len());
+        if len == 0 {
+            return Err(RunError::bad_batch("tokens", "at least 1", 0));
+        }
+        if u32::try_from(item.total).is_err() {
+            return Err(RunError::bad_batch("total", format_args!("at most {}", u32::MAX), item.total));
+        }
+        let end =
+            item.start.checked_add(len).filter(|end| *end <= item.total).ok_or_else(|| {
+                RunError::bad_batch("start", format_args!("at most {} less {len} tokens", item.total), item.start)
+            })?;
+        let used = end.div_ceil(bs);
+        if used > item.blocks.len() {
+            let expected = format_args!("at least {used} for {end} positions");
+            return Err(RunError::bad_batch("blocks", expected, item.blocks.len()));
+        }
+        // Both are powers of two less one, so that a block's last slot fits 32 bits where its first does.
+        let most = u32::MAX / bs as u32;
+        if let Some(block) = item.blocks[item.start / bs..used].iter().find(|block| block.0 > most) {
+            return Err(RunError::bad_batch("block", format_args!("at most {most}"), block.0));
+        }
         let rows = match item.rows {
             RowsWanted::None => 0,
             RowsWanted::Last => 1,
-            RowsWanted::All => item.tokens.len(),
+            RowsWanted::All => len,
         };
         let fits = |what, found: usize, limit: usize| match found <= limit {
             true => Ok(()),
             false => Err(RunError::BatchTooLarge { what, found, limit }),
         };
-        fits("tokens", self.tokens.len() + item.tokens.len(), self.limits.tokens)?;
+        fits("tokens", self.tokens.len() + len, self.limits.tokens)?;
         fits("sequences", self.seqs() + 1, self.limits.seqs)?;
         fits("block table entries", self.blocks.len() + used, self.limits.blocks)?;
         fits("rows", self.rows.len() + rows, self.limits.rows)?;
 
         let first = self.tokens.len() as u32;
-        let last = first + item.tokens.len() as u32;
+        let last = first + len as u32;
         self.tokens.extend_from_slice(item.tokens);
         self.positions.extend((item.start..end).map(|p| p as u32));
-        let bs = self.block_size;
         self.slots.extend((item.start..end).map(|p| item.blocks[p / bs].0 * bs as u32 + (p % bs) as u32));
         self.q_indptr.push(last);
         self.kv_lens.push(end as u32);
@@ -205,6 +243,8 @@ impl Batch {
     }
 }
 
+const MOST_BLOCK_SIZE: usize = 4096;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -217,7 +257,7 @@ mod tests {
 
     #[test]
     fn arrays_of_a_chunk_and_a_decode_row() {
-        let mut b = Batch::new(4, LIMITS);
+        let mut b = Batch::new(4, LIMITS).unwrap();
         let (x, y) = ([BlockId(7), BlockId(2)], [BlockId(5)]);
         b.push(item(&[10, 11, 12], 2, &x, RowsWanted::Last)).unwrap();
         b.push(item(&[20], 3, &y, RowsWanted::All)).unwrap();
@@ -233,7 +273,7 @@ mod tests {
 
     #[test]
     fn limits_hold_and_a_refused_item_leaves_no_trace() {
-        let mut b = Batch::new(4, LIMITS);
+        let mut b = Batch::new(4, LIMITS).unwrap();
         let x = [BlockId(0), BlockId(1), BlockId(2)];
         b.push(item(&[1; 5], 0, &x, RowsWanted::Last)).unwrap();
         let before = format!("{b:?}");
@@ -243,5 +283,52 @@ mod tests {
             assert!(matches!(b.push(refused), Err(RunError::BatchTooLarge { .. })), "{refused:?}");
             assert_eq!(format!("{b:?}"), before);
         }
+    }
+
+    #[test]
+    fn sizes_out_of_range_are_refused() {
+        for block_size in [0, 3, 17, 8192, usize::MAX] {
+            let error = Batch::new(block_size, LIMITS).unwrap_err().to_string();
+            assert!(error.contains("block_size") && error.contains(&block_size.to_string()), "{error}");
+        }
+        let max = usize::MAX;
+        for (name, limits) in [
+            ("tokens", BatchLimits { tokens: max, ..LIMITS }),
+            ("seqs", BatchLimits { seqs: max, ..LIMITS }),
+            ("blocks", BatchLimits { blocks: max, ..LIMITS }),
+            ("rows", BatchLimits { rows: max, ..LIMITS }),
+        ] {
+            let error = Batch::new(16, limits).unwrap_err().to_string();
+            assert!(error.contains(&format!("limit {name}")) && error.contains(&max.to_string()), "{error}");
+            assert_eq!(Batch::bytes(&limits), max);
+        }
+        assert!(matches!(reserved::<u64>("a list", max), Err(ConfigError::Refused { what: "a list", needed_bytes: u64::MAX })));
+    }
+
+    #[test]
+    fn bad_items_are_refused_and_leave_no_trace() {
+        let mut b = Batch::new(4, LIMITS).unwrap();
+        b.push(item(&[1], 0, &[BlockId(3)], RowsWanted::Last)).unwrap();
+        let before = format!("{b:?}");
+        let x = [BlockId(0), BlockId(u32::MAX / 4 + 1)];
+        let good = BatchItem { tokens: &[1], start: 0, total: 1, blocks: &x, rows: RowsWanted::None };
+        for (what, bad) in [
+            ("tokens", BatchItem { tokens: &[], ..good }),
+            ("start", BatchItem { start: usize::MAX, ..good }),
+            ("start", BatchItem { start: usize::MAX - 1, ..good }),
+            ("start", BatchItem { start: 1, ..good }),
+            ("total", BatchItem { total: usize::MAX, ..good }),
+            ("blocks", BatchItem { start: 8, total: 9, ..good }),
+            ("blocks", BatchItem { blocks: &[], ..good }),
+            ("blocks", BatchItem { start: u32::MAX as usize - 1, total: u32::MAX as usize, ..good }),
+            ("block", BatchItem { start: 4, total: 5, ..good }),
+        ] {
+            match b.push(bad) {
+                Err(RunError::BadBatch { what: found, .. }) => assert_eq!(found, what, "{bad:?}"),
+                other => panic!("{bad:?}: {other:?}"),
+            }
+            assert_eq!(format!("{b:?}"), before);
+        }
+        b.push(good).unwrap();
     }
 }

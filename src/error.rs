@@ -248,6 +248,23 @@ pub enum ConfigError {
         /// Bytes there are.
         limit_bytes: u64,
     },
+    /// More memory than the system gives.
+    #[error("{what}: the system refused {needed_bytes} bytes")]
+    Refused {
+        /// What was about to be allocated.
+        what: &'static str,
+        /// Bytes it takes.
+        needed_bytes: u64,
+    },
+}
+
+/// An empty list with room for `len` values, or an error that names `what` it was for.
+pub(crate) fn reserved<T>(what: &'static str, len: usize) -> Result<Vec<T>, ConfigError> {
+    let mut list = Vec::new();
+    match list.try_reserve_exact(len) {
+        Ok(()) => Ok(list),
+        Err(_) => Err(ConfigError::Refused { what, needed_bytes: (len as u64).saturating_mul(size_of::<T>() as u64) }),
+    }
 }
 
 impl ConfigError {
@@ -361,6 +378,14 @@ pub enum SubmitError {
         /// The bound.
         limit: usize,
     },
+    /// More memory than the system gives.
+    #[error("the system refused {needed_bytes} bytes for a sequence of up to {tokens} tokens")]
+    Refused {
+        /// Prompt plus `max_tokens`.
+        tokens: usize,
+        /// Bytes they take.
+        needed_bytes: u64,
+    },
     /// No such sequence, or it is not in a state that allows the call.
     #[error("sequence {seq}: expected {expected}, found {found}")]
     Sequence {
@@ -422,6 +447,16 @@ pub enum RunError {
         /// In the buffers.
         limit: usize,
     },
+    /// A batch, or what was to be added to one, that the model or its cache cannot run.
+    #[error("batch: {what}: expected {expected}, found {found}")]
+    BadBatch {
+        /// The field.
+        what: &'static str,
+        /// What would do.
+        expected: String,
+        /// What is there.
+        found: String,
+    },
     /// The policy plans nothing and asks for no later call, though the sequence has not ended.
     #[error("sequence {seq} has not ended, and the scheduler plans nothing for it")]
     Stalled {
@@ -436,6 +471,12 @@ pub enum RunError {
         /// What it said.
         message: String,
     },
+}
+
+impl RunError {
+    pub(crate) fn bad_batch(what: &'static str, expected: impl ToString, found: impl ToString) -> Self {
+        RunError::BadBatch { what, expected: expected.to_string(), found: found.to_string() }
+    }
 }
 
 /// Any of them.

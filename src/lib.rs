@@ -79,13 +79,13 @@
 //! * **Memory is a contract.** [`Engine::plan`] says how much before anything is allocated; a step allocates nothing.
 //! * **Every file is hostile.** Everything is checked before it is used; errors name the thing and both values.
 
+mod cache;
 mod ids;
 mod session;
 
 pub mod arch;
 pub mod backend;
 pub mod batch;
-pub mod cache;
 pub mod dtype;
 pub mod engine;
 pub mod error;
@@ -105,6 +105,8 @@ pub use model::{MemoryPlan, ModelFiles, OpenOptions, SideTexts};
 pub use sample::SamplingParams;
 pub use sched::{Scheduler, StepBuilder};
 pub use session::{Generate, GenerateOptions, Polled, Session};
+pub use text::{Message, RenderOptions};
+pub use weights::LoadMode;
 
 /// The README's code compiles.
 #[cfg(doctest)]

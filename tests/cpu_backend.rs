@@ -96,7 +96,7 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
     let blocks: Vec<_> = (0..32).map(BlockId).collect();
     let tokens: Vec<u32> = (0..t as u32).collect();
     let mut out = vec![0.0; HIDDEN];
-    let mut batch = Batch::new(16, LIMITS);
+    let mut batch = Batch::new(16, LIMITS).unwrap();
     let args = AttnArgs { dims: DIMS, scale: 0.125, window: None, softcap: None };
     let spec = NormSpec::rms(1e-5);
 

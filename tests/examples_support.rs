@@ -6,8 +6,8 @@ mod args;
 #[path = "../examples/support/fetch.rs"]
 mod fetch;
 
-use args::{Args, Opt, Stop, Usage};
-use fetch::{PackageFile, cache_folder, fetch_into};
+use args::{Args, Opt, Stop, Usage, Wrong};
+use fetch::{PackageFile, cache_folder, fetch_into, fetch_unless};
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::Write;
@@ -61,9 +61,12 @@ fn mistakes_name_the_option() {
     assert!(matches!(wordless.parse(["x".into()]), Err(Stop::Wrong(text)) if text.contains("no words are expected, found x")));
 
     let args = parse(&["--max-tokens", "-3", "--top-p", "NaN", "--ids", "1,x"]).unwrap();
-    assert_eq!(args.number("--max-tokens", 9, 0..=10), Err("--max-tokens: expected a number from 0 to 10, found \"-3\"".into()));
-    assert!(args.number("--top-p", 1.0, 0.0..=1.0).unwrap_err().starts_with("--top-p: expected a number from 0 to 1,"));
-    assert!(args.list::<u32>("--ids").unwrap_err().starts_with("--ids: expected numbers between commas, found \"x\""));
+    assert_eq!(
+        args.number("--max-tokens", 9, 0..=10),
+        Err(Wrong("--max-tokens: expected a number from 0 to 10, found \"-3\"".into()))
+    );
+    assert!(args.number("--top-p", 1.0, 0.0..=1.0).unwrap_err().0.starts_with("--top-p: expected a number from 0 to 1,"));
+    assert!(args.list::<u32>("--ids").unwrap_err().0.starts_with("--ids: expected numbers between commas, found \"x\""));
 }
 
 #[test]
@@ -171,6 +174,17 @@ fn a_bad_download_leaves_nothing() {
     let scratch = Scratch::new("refused");
     assert_eq!(fetch_into(&scratch.0, &FILE, &refuse), Err("no network here".into()));
     assert_eq!(scratch.names(), Vec::<String>::new());
+}
+
+#[test]
+fn offline_writes_nothing() {
+    let scratch = Scratch::new("offline");
+    let folder = scratch.0.join("cache");
+    let error = fetch_unless(true, &folder, &FILE, &good).unwrap_err();
+    assert!(error.contains("hello.bin") && error.contains("LOQUAT_OFFLINE"), "{error}");
+    assert!(!folder.exists());
+    let path = fetch_unless(false, &folder, &FILE, &good).unwrap();
+    assert_eq!(fetch_unless(true, &folder, &FILE, &refuse), Ok(path));
 }
 
 /// Eight callers at once: one download, eight good answers.

@@ -12,9 +12,7 @@ use common::process::{alone, threads};
 use loquat::engine::{Engine, EngineConfig, EngineParts, Held, Request, RowView, Status};
 use loquat::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, OpenOptions, SideTexts, Transformer};
 use loquat::weights::{Bytes, Gguf, Opened, Safetensors, Synthetic, no_progress};
-use loquat::{
-    FormatId, GenerateOptions, SamplingParams, Session, TokenId, arch, backend, batch, cache, quant, sample, sched, text,
-};
+use loquat::{FormatId, GenerateOptions, SamplingParams, Session, TokenId, arch, backend, batch, quant, sample, sched, text};
 use std::time::{Duration, Instant};
 
 const LONG: Sizes = Sizes { vocab: 1024, hidden: 256, layers: 8, heads: 4, intermediate: 512, context: 2048 };
@@ -95,7 +93,6 @@ fn what_is_public_may_move_between_threads() {
     send::<sample::SamplerState>();
     send::<text::Detokenizer>();
     send_and_sync::<backend::cpu::CpuWeight>();
-    send_and_sync::<cache::BlockPool>();
     send_and_sync::<EngineConfig>();
     send_and_sync::<Request>();
     send_and_sync::<loquat::Event>();

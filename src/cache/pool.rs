@@ -4,11 +4,12 @@
 //! Invariant: a block is free or has references, never both.
 #![forbid(unsafe_code)]
 
+use crate::error::{ConfigError, reserved};
 use crate::ids::BlockId;
 
 /// Reference counts and a free list. See the module's documentation.
 #[derive(Clone, Debug)]
-pub struct BlockPool {
+pub(crate) struct BlockPool {
     refs: Vec<u32>,
     free: Vec<BlockId>,
 }
@@ -16,16 +17,19 @@ pub struct BlockPool {
 impl BlockPool {
     /// `len` free blocks.
     ///
-    /// # Panics
-    /// Where `len` does not fit a [`BlockId`].
-    pub fn new(len: usize) -> Self {
-        let len = u32::try_from(len).expect("a pool whose blocks have 32-bit names");
+    /// # Errors
+    /// [`ConfigError`] where `len` does not fit a [`BlockId`], or the system has not the memory.
+    pub(crate) fn new(len: usize) -> Result<Self, ConfigError> {
+        let names = u32::try_from(len).map_err(|_| ConfigError::invalid("blocks", format!("at most {}", u32::MAX), len))?;
+        let (mut refs, mut free) = (reserved("the block pool", len)?, reserved("the block pool", len)?);
+        refs.resize(len, 0);
         // Reversed, so that low blocks go out first: a small load stays in a small part of the cache.
-        BlockPool { refs: vec![0; len as usize], free: (0..len).rev().map(BlockId).collect() }
+        free.extend((0..names).rev().map(BlockId));
+        Ok(BlockPool { refs, free })
     }
 
     /// A free block, now with one reference; `None` where all are taken.
-    pub fn alloc(&mut self) -> Option<BlockId> {
+    pub(crate) fn alloc(&mut self) -> Option<BlockId> {
         let block = self.free.pop()?;
         debug_assert_eq!(self.refs[block.index()], 0, "{block:?} is free and held");
         self.refs[block.index()] = 1;
@@ -36,7 +40,7 @@ impl BlockPool {
     ///
     /// # Panics
     /// Where the block is free: the caller lost count.
-    pub fn retain(&mut self, block: BlockId) {
+    pub(crate) fn retain(&mut self, block: BlockId) {
         let refs = &mut self.refs[block.index()];
         assert!(*refs > 0, "{block:?} is retained while free");
         *refs += 1;
@@ -47,7 +51,7 @@ impl BlockPool {
     /// # Panics
     /// Where the block is free: a double release. Checked in every build, because the alternative is two sequences in one
     /// block and wrong answers.
-    pub fn release(&mut self, block: BlockId) -> bool {
+    pub(crate) fn release(&mut self, block: BlockId) -> bool {
         let refs = &mut self.refs[block.index()];
         assert!(*refs > 0, "{block:?} is released twice");
         *refs -= 1;
@@ -59,30 +63,25 @@ impl BlockPool {
     }
 
     /// References to a block; 0 means free.
-    pub fn refs(&self, block: BlockId) -> u32 {
+    pub(crate) fn refs(&self, block: BlockId) -> u32 {
         self.refs[block.index()]
     }
 
     /// Free blocks.
-    pub fn free(&self) -> usize {
+    pub(crate) fn free(&self) -> usize {
         self.free.len()
     }
 
     /// All blocks, free or not.
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.refs.len()
-    }
-
-    /// True for a pool of no blocks.
-    pub fn is_empty(&self) -> bool {
-        self.refs.is_empty()
     }
 
     /// Recounts everything, for tests.
     ///
     /// # Panics
     /// Where the invariant is broken.
-    pub fn check(&self) {
+    pub(crate) fn check(&self) {
         let mut listed = vec![false; self.len()];
         for block in &self.free {
             assert!(!std::mem::replace(&mut listed[block.index()], true), "{block:?} is free twice");
@@ -103,7 +102,7 @@ mod tests {
         /// The model: a map from held blocks to their counts.
         #[test]
         fn a_pool_counts_as_a_map_does(len in 1_usize..9, acts in prop::collection::vec((0_u8..3, 0_usize..9), 0..200)) {
-            let mut pool = BlockPool::new(len);
+            let mut pool = BlockPool::new(len).unwrap();
             let mut model = BTreeMap::<BlockId, u32>::new();
             for (act, pick) in acts {
                 let held = model.keys().copied().nth(pick % model.len().max(1));
@@ -135,7 +134,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "released twice")]
     fn a_double_release_is_caught() {
-        let mut pool = BlockPool::new(1);
+        let mut pool = BlockPool::new(1).unwrap();
         let block = pool.alloc().unwrap();
         pool.release(block);
         pool.release(block);

@@ -6,7 +6,7 @@ use super::{Engine, EngineConfig, Event, SeqRun};
 use crate::arch::RopeSpec;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
-use crate::error::{ConfigError, Error, LoadError};
+use crate::error::{ConfigError, Error, LoadError, reserved};
 use crate::ids::SeqId;
 use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transformer, Want};
 use crate::sample::Sampler;
@@ -76,7 +76,7 @@ impl Engine {
     /// An engine around any model and policy.
     ///
     /// # Errors
-    /// [`ConfigError`] for sizes out of range.
+    /// [`ConfigError`] for sizes out of range, and where the system has not the memory for them.
     pub fn from_parts(parts: EngineParts) -> Result<Self, ConfigError> {
         let EngineParts { model, scheduler, max_seqs, prompt_logits, want, plan } = parts;
         let (spec, limits) = (model.spec(), model.limits());
@@ -92,11 +92,11 @@ impl Engine {
             regime: Box::new(move |total| regime(&ropes, total)),
         })?;
         Ok(Engine {
-            sampler: Sampler::new(spec.vocab),
-            batch: Batch::new(model.block_size(), limits),
-            logits: Logits::with_capacity(limits.rows, spec, want),
+            sampler: Sampler::new(spec.vocab)?,
+            batch: Batch::new(model.block_size(), limits)?,
+            logits: Logits::with_capacity(limits.rows, spec, want)?,
             runs: HashMap::with_capacity(most_runs(max_seqs)),
-            events: VecDeque::with_capacity(most_events(limits.seqs)),
+            events: VecDeque::from(reserved("the engine's events", most_events(limits.seqs))?),
             model,
             scheduler,
             ledger,
@@ -130,7 +130,7 @@ fn most_runs(max_seqs: usize) -> usize {
 
 /// Events that have a place from the start: a caller that takes them step by step never makes it grow.
 fn most_events(seqs: usize) -> usize {
-    4 * seqs
+    seqs.saturating_mul(4)
 }
 
 /// One number for the regimes of all rotary tables. Of those that change, all change at lengths that their regime names, so the

@@ -23,11 +23,12 @@ pub struct EngineConfig {
     pub block_size: usize,
     /// Tokens that the cache holds for all sequences together, rounded up to whole blocks.
     pub cache_tokens: usize,
-    /// Sequences that may be in the engine: waiting, running and held.
+    /// Sequences that may be in the engine: waiting, running and held. 1 to 2^20.
     pub max_seqs: usize,
-    /// Sequences that may run in one step.
+    /// Sequences that may run in one step: 1 to 65,536, at most `max_seqs`.
     pub max_batch: usize,
-    /// Tokens that one step may run: the length of a prefill chunk, and what sizes the activations.
+    /// Tokens that one step may run: the length of a prefill chunk, and what sizes the activations. At most 65,536, at least
+    /// `max_batch`: each running sequence has one.
     pub step_tokens: usize,
     /// Refuse to allocate more than this in all.
     pub memory_limit_bytes: Option<u64>,
@@ -75,15 +76,28 @@ impl EngineConfig {
             false => Err(ConfigError::invalid(field, format!("{least} to {most}"), value)),
         };
         within("max_seqs", self.max_seqs, 1, 1 << 20)?;
-        within("max_batch", self.max_batch, 1, self.max_seqs.min(1 << 16))?;
-        within("step_tokens", self.step_tokens, self.max_batch, 1 << 16)?;
+        within("max_batch", self.max_batch, 1, 1 << 16)?;
+        if self.max_batch > self.max_seqs {
+            let expected = format!("at most max_seqs, {}", self.max_seqs);
+            return Err(ConfigError::invalid("max_batch", expected, self.max_batch));
+        }
+        within("step_tokens", self.step_tokens, 1, 1 << 16)?;
+        if self.step_tokens < self.max_batch {
+            let expected = format!("at least max_batch, {}", self.max_batch);
+            return Err(ConfigError::invalid("step_tokens", expected, self.step_tokens));
+        }
         within("cache_tokens", self.cache_tokens, 1, 1 << 30)?;
         within("block_size", self.block_size, 16, 256)?;
         if !self.block_size.is_power_of_two() {
             return Err(ConfigError::invalid("block_size", "a power of two", self.block_size));
         }
         let blocks = self.cache_tokens.div_ceil(self.block_size);
-        let per_seq = blocks.min(spec.context.div_ceil(self.block_size));
+        let per_seq = blocks.min(spec.context.div_ceil(self.block_size)).max(1);
+        let most = u32::MAX as usize / per_seq;
+        if self.max_batch > most {
+            let expected = format!("at most {most} for block tables of {per_seq} entries (cache_tokens, block_size)");
+            return Err(ConfigError::invalid("max_batch", expected, self.max_batch));
+        }
         Ok(ModelLimits {
             batch: BatchLimits {
                 tokens: self.step_tokens,

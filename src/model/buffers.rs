@@ -4,7 +4,7 @@
 use super::plan::ModelLimits;
 use crate::arch::{Ffn, KvLayout, ModelSpec};
 use crate::backend::{Backend, MoeShape};
-use crate::error::RunError;
+use crate::error::{Error, reserved};
 
 /// Activations, sized for the largest batch. What a model does not need has no length.
 pub(super) struct Bufs<B: Backend> {
@@ -44,27 +44,33 @@ pub(super) struct Bufs<B: Backend> {
 }
 
 impl<B: Backend> Bufs<B> {
-    pub(super) fn new(be: &mut B, spec: &ModelSpec, limits: &ModelLimits) -> Result<Self, RunError> {
+    pub(super) fn new(be: &mut B, spec: &ModelSpec, limits: &ModelLimits) -> Result<Self, Error> {
         let w = Widths::of(spec);
         let (t, r) = (limits.batch.tokens, limits.batch.rows);
+        let host = |len: usize| {
+            let mut list = reserved("rotary angles", len)?;
+            list.resize(len, 0.0);
+            Ok::<_, Error>(list)
+        };
+        let mut buf = |rows: usize, width: usize| be.buf(rows.saturating_mul(width));
         Ok(Bufs {
-            x: be.buf(t * spec.hidden)?,
-            normed: be.buf(t * spec.hidden)?,
-            delta: be.buf(t * spec.hidden)?,
-            qkv: be.buf(t * w.qkv)?,
-            q_latent: be.buf(t * w.q_latent)?,
-            outside: be.buf(t * w.outside)?,
-            latent: be.buf(t * w.latent)?,
-            attn: be.buf(t * w.attn)?,
-            gate_up: be.buf(t * w.gate_up)?,
-            inner: be.buf(t * w.inner)?,
-            scores: be.buf(t * w.moe.experts)?,
-            shared: be.buf(t * w.shared)?,
-            rows: be.buf(r * spec.hidden)?,
-            logits: be.buf(r * spec.vocab)?,
-            angles: spec.ropes.iter().map(|rope| be.buf(t * rope.rotary)).collect::<Result<_, _>>()?,
-            host_angles: vec![0.0; t * w.rotary],
-            frequencies: vec![0.0; w.rotary / 2],
+            x: buf(t, spec.hidden)?,
+            normed: buf(t, spec.hidden)?,
+            delta: buf(t, spec.hidden)?,
+            qkv: buf(t, w.qkv)?,
+            q_latent: buf(t, w.q_latent)?,
+            outside: buf(t, w.outside)?,
+            latent: buf(t, w.latent)?,
+            attn: buf(t, w.attn)?,
+            gate_up: buf(t, w.gate_up)?,
+            inner: buf(t, w.inner)?,
+            scores: buf(t, w.moe.experts)?,
+            shared: buf(t, w.shared)?,
+            rows: buf(r, spec.hidden)?,
+            logits: buf(r, spec.vocab)?,
+            angles: spec.ropes.iter().map(|rope| buf(t, rope.rotary)).collect::<Result<_, _>>()?,
+            host_angles: host(t.saturating_mul(w.rotary))?,
+            frequencies: host(w.rotary / 2)?,
         })
     }
 }

@@ -15,9 +15,11 @@ impl<B: Backend> Transformer<B> {
     /// bytes of the tensors.
     ///
     /// # Errors
+    /// [`ConfigError`](crate::ConfigError) for limits out of range,
     /// [`LoadError`] for tensors that are missing, too many, or of another shape or format than the configuration says, and
     /// where `progress` breaks off; [`RunError`](crate::RunError) where the device has not the memory.
     pub fn load(mut backend: B, files: &ModelFiles, limits: ModelLimits, progress: &mut OnProgress<'_>) -> Result<Self, Error> {
+        limits.check()?;
         let inventory = inventory(files)?;
         let mut total_bytes = 0;
         let part = |p: &Part| p.format.bytes_of(p.shape.iter().product()).unwrap_or(0) as u64;
@@ -29,7 +31,7 @@ impl<B: Backend> Transformer<B> {
         let mut loader = Loader { backend: &mut backend, source: files.weights(), progress, done_bytes: 0, total_bytes };
         loader.report(0)?;
         let weights = inventory.visit(&mut loader)?;
-        Ok(Transformer::new(backend, files.spec().clone(), weights, limits)?)
+        Transformer::new(backend, files.spec().clone(), weights, limits)
     }
 }
 

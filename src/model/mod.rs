@@ -20,7 +20,7 @@ pub use transformer::Transformer;
 
 use crate::arch::ModelSpec;
 use crate::batch::{Batch, BatchLimits};
-use crate::error::RunError;
+use crate::error::{ConfigError, RunError, reserved};
 use crate::ids::BlockId;
 
 /// What a step is to leave in [`Logits`].
@@ -44,21 +44,24 @@ pub struct Logits {
 
 impl Logits {
     /// Room for `rows` rows, so that no step allocates.
-    pub fn with_capacity(rows: usize, spec: &ModelSpec, want: Want) -> Self {
-        let room = |wanted: bool, width: usize| Vec::with_capacity(if wanted { rows * width } else { 0 });
-        Logits {
+    ///
+    /// # Errors
+    /// [`ConfigError::Refused`] where the system has not the memory.
+    pub fn with_capacity(rows: usize, spec: &ModelSpec, want: Want) -> Result<Self, ConfigError> {
+        let room = |wanted: bool, width: usize| reserved("logits", if wanted { rows.saturating_mul(width) } else { 0 });
+        Ok(Logits {
             rows: 0,
             vocab: spec.vocab,
             width: spec.hidden,
-            logits: room(want.logits, spec.vocab),
-            hidden: room(want.hidden, spec.hidden),
-        }
+            logits: room(want.logits, spec.vocab)?,
+            hidden: room(want.hidden, spec.hidden)?,
+        })
     }
 
     /// Bytes of [`with_capacity`](Self::with_capacity).
     pub fn bytes(rows: usize, spec: &ModelSpec, want: Want) -> u64 {
         let width = if want.logits { spec.vocab } else { 0 } + if want.hidden { spec.hidden } else { 0 };
-        4 * rows as u64 * width as u64
+        (rows as u64).saturating_mul(4 * width as u64)
     }
 
     /// Prepares for a step's results: as many rows, zeroed. For implementations of [`Model`].
@@ -122,7 +125,8 @@ pub trait Model: Send {
     /// that a repeated step writes again.
     ///
     /// # Errors
-    /// [`RunError::BatchTooLarge`], or what the device says.
+    /// [`RunError::BatchTooLarge`]; [`RunError::BadBatch`] for a batch of another block size, for blocks outside the cache
+    /// and tokens outside the vocabulary; or what the device says.
     fn begin(&mut self, batch: &Batch, want: Want) -> Result<(), RunError>;
 
     /// Runs the step that was begun, layer by layer, asking `pause` between the halves of a layer; it stops where that says
@@ -135,7 +139,7 @@ pub trait Model: Send {
     /// Copies whole blocks, in order, in all layers.
     ///
     /// # Errors
-    /// What the device says.
+    /// [`RunError::BadBatch`] for blocks outside the cache, and what the device says.
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError>;
 
     /// Device and kernels in one line, for people.

@@ -8,22 +8,36 @@ use crate::arch::ModelSpec;
 use crate::backend::{Backend, KvShape};
 use crate::batch::BatchLimits;
 use crate::dtype::KvDType;
-use crate::error::LoadError;
+use crate::error::{ConfigError, LoadError};
 
 /// Sizes of a model's buffers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ModelLimits {
-    /// The largest batch.
+    /// The largest batch: at least 1 of each.
     pub batch: BatchLimits,
-    /// Blocks in the KV cache.
+    /// Blocks in the KV cache, at least 1; slots fit 32 bits.
     pub blocks: usize,
-    /// Tokens in a block.
+    /// Tokens in a block: a power of two from 16 to 256.
     pub block_size: usize,
     /// Type of cached values.
     pub kv_dtype: KvDType,
 }
 
 impl ModelLimits {
+    /// # Errors
+    /// [`ConfigError::Invalid`] for sizes that no cache or batch can have.
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        if !self.block_size.is_power_of_two() || !(16..=256).contains(&self.block_size) {
+            return Err(ConfigError::invalid("block_size", "a power of two from 16 to 256", self.block_size));
+        }
+        let most = u32::MAX as usize / self.block_size;
+        if !(1..=most).contains(&self.blocks) {
+            let expected = format!("1 to {most} of {} tokens", self.block_size);
+            return Err(ConfigError::invalid("blocks", expected, self.blocks));
+        }
+        self.batch.check(1)
+    }
+
     /// The cache that `spec` needs for these limits.
     pub fn kv_shape(&self, spec: &ModelSpec) -> KvShape {
         KvShape {
@@ -58,8 +72,9 @@ impl MemoryPlan {
     /// The plan for these files on `backend`. Reads headers alone.
     ///
     /// # Errors
-    /// Missing tensors and shapes that disagree with the configuration, as when loading.
+    /// Limits out of range, missing tensors and shapes that disagree with the configuration, as when loading.
     pub fn of<B: Backend>(files: &ModelFiles, backend: &B, limits: &ModelLimits) -> Result<Self, LoadError> {
+        limits.check()?;
         let spec = files.spec();
         let (shape, widths) = (limits.kv_shape(spec), Widths::of(spec));
         Ok(MemoryPlan {

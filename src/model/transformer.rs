@@ -19,7 +19,7 @@ use super::{Logits, Model, Progress, Want};
 use crate::arch::{AttnDims, Ffn, KvLayout, LayerSpec, ModelSpec, NormSpan, NormSpec, QkNorm, angles};
 use crate::backend::{AttnArgs, Backend, Heads, MoeArgs};
 use crate::batch::{Batch, BatchLimits};
-use crate::error::RunError;
+use crate::error::{Error, RunError};
 use crate::ids::BlockId;
 
 /// A decoder-only transformer on backend `B`, with its weights and its KV cache.
@@ -53,13 +53,43 @@ enum Stage {
 }
 
 impl<B: Backend> Transformer<B> {
-    pub(super) fn new(mut backend: B, spec: ModelSpec, weights: Weights<B>, limits: ModelLimits) -> Result<Self, RunError> {
+    pub(super) fn new(mut backend: B, spec: ModelSpec, weights: Weights<B>, limits: ModelLimits) -> Result<Self, Error> {
         let shape = limits.kv_shape(&spec);
         let kv = backend.kv(&shape)?;
         let widths = Widths::of(&spec);
         let step = backend.step(&limits.batch, widths.max_columns, &shape, &widths.moe)?;
         let bufs = Bufs::new(&mut backend, &spec, &limits)?;
         Ok(Transformer { backend, spec, weights, limits, kv, step, bufs, run: None })
+    }
+
+    /// What the buffers, the cache and the embedding hold is all that a batch may name. Slots lie in blocks, so blocks will do.
+    fn check(&self, batch: &Batch) -> Result<(), RunError> {
+        let most = self.limits.batch;
+        for (what, found, limit) in [
+            ("tokens", batch.tokens().len(), most.tokens),
+            ("sequences", batch.seqs(), most.seqs),
+            ("block table entries", batch.blocks().len(), most.blocks),
+            ("rows", batch.rows().len(), most.rows),
+        ] {
+            if found > limit {
+                return Err(RunError::BatchTooLarge { what, found, limit });
+            }
+        }
+        if batch.block_size() != self.limits.block_size {
+            return Err(RunError::bad_batch("block size", self.limits.block_size, batch.block_size()));
+        }
+        let vocab = self.spec.vocab;
+        if let Some(token) = batch.tokens().iter().find(|token| **token as usize >= vocab) {
+            return Err(RunError::bad_batch("token", format_args!("below {vocab}"), token));
+        }
+        self.check_blocks(batch.blocks().iter())
+    }
+
+    fn check_blocks<'a>(&self, mut blocks: impl Iterator<Item = &'a BlockId>) -> Result<(), RunError> {
+        match blocks.find(|block| block.index() >= self.limits.blocks) {
+            Some(block) => Err(RunError::bad_batch("block", format_args!("below {}", self.limits.blocks), block.0)),
+            None => Ok(()),
+        }
     }
 
     /// Cosines and sines of the batch's positions, for each rotary table.
@@ -294,23 +324,14 @@ impl<B: Backend> Model for Transformer<B> {
 
     fn begin(&mut self, batch: &Batch, want: Want) -> Result<(), RunError> {
         self.run = None;
-        let (most, rows) = (self.limits.batch, batch.rows().len());
-        for (what, found, limit) in [
-            ("tokens", batch.tokens().len(), most.tokens),
-            ("sequences", batch.seqs(), most.seqs),
-            ("block table entries", batch.blocks().len(), most.blocks),
-            ("rows", rows, most.rows),
-        ] {
-            if found > limit {
-                return Err(RunError::BatchTooLarge { what, found, limit });
-            }
-        }
+        self.check(batch)?;
         if batch.is_empty() {
             return Ok(());
         }
         self.lay_out_angles(batch)?;
         self.backend.begin(batch, &mut self.step)?;
-        self.run = Some(Running { stage: Stage::Embed, tokens: batch.tokens().len(), rows, want, pending: None });
+        let (tokens, rows) = (batch.tokens().len(), batch.rows().len());
+        self.run = Some(Running { stage: Stage::Embed, tokens, rows, want, pending: None });
         Ok(())
     }
 
@@ -344,6 +365,7 @@ impl<B: Backend> Model for Transformer<B> {
     }
 
     fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError> {
+        self.check_blocks(pairs.iter().flat_map(|(from, to)| [from, to]))?;
         self.backend.copy_blocks(&mut self.kv, pairs)
     }
 

@@ -12,7 +12,7 @@
 //!
 //! let params = SamplingParams::default().temperature(0.7).top_p(0.9).seed(7);
 //! let mut state = SamplerState::new(params, 4, 16)?;
-//! let mut sampler = Sampler::new(4);
+//! let mut sampler = Sampler::new(4)?;
 //! state.push(2);
 //! let token = sampler.sample(&state, &[0.1, 3.0, -1.0, 0.5])?.token;
 //! state.push(token);

@@ -8,7 +8,7 @@ use super::draw::Stream;
 use super::params::SamplingParams;
 use super::select::{self, Candidates};
 use super::state::SamplerState;
-use crate::error::RunError;
+use crate::error::{ConfigError, RunError, reserved};
 use crate::ids::{SeqId, TokenId};
 use thiserror::Error;
 
@@ -105,13 +105,16 @@ impl SampleError {
 
 impl Sampler {
     /// Scratch for rows of `vocab` logits.
-    pub fn new(vocab: usize) -> Self {
-        Sampler {
+    ///
+    /// # Errors
+    /// [`ConfigError::Refused`] where the system has not the memory.
+    pub fn new(vocab: usize) -> Result<Self, ConfigError> {
+        Ok(Sampler {
             vocab,
-            row: Vec::with_capacity(vocab),
-            candidates: Candidates::with_capacity(vocab),
-            top: Vec::with_capacity(u8::MAX as usize),
-        }
+            row: reserved("the sampler", vocab)?,
+            candidates: Candidates::with_capacity(vocab)?,
+            top: reserved("the sampler", u8::MAX as usize)?,
+        })
     }
 
     /// Bytes that [`new`](Self::new) allocates for a vocabulary of `vocab`.

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::exp::{FLOOR, exp_falling};
+use crate::error::{ConfigError, reserved};
 use crate::ids::TokenId;
 
 /// The largest number of a row and the first place where it stands, or the first NaN. An empty row has -inf at 0.
@@ -79,14 +80,14 @@ pub(super) struct Candidates {
 
 impl Candidates {
     /// With room for `vocab` tokens.
-    pub(super) fn with_capacity(vocab: usize) -> Self {
-        Candidates {
-            tokens: Vec::with_capacity(vocab),
-            scores: Vec::with_capacity(vocab),
-            weights: Vec::with_capacity(vocab),
-            order: Vec::with_capacity(vocab),
-            buckets: Vec::with_capacity(BUCKETS),
-        }
+    pub(super) fn with_capacity(vocab: usize) -> Result<Self, ConfigError> {
+        Ok(Candidates {
+            tokens: reserved("the sampler", vocab)?,
+            scores: reserved("the sampler", vocab)?,
+            weights: reserved("the sampler", vocab)?,
+            order: reserved("the sampler", vocab)?,
+            buckets: reserved("the sampler", BUCKETS)?,
+        })
     }
 
     /// The tokens whose logit is `least` or more, weighed against the row's maximum `max`. Tokens whose weight rounds to
@@ -354,7 +355,7 @@ mod tests {
             for temperature in [0.05, 1.0, 1e6] {
                 for share in [0.0, 1e-9, 0.3, 0.5, 0.95, 0.999_999] {
                     let row = row(700, 3, levels);
-                    let mut candidates = Candidates::with_capacity(700);
+                    let mut candidates = Candidates::with_capacity(700).unwrap();
                     let max = argmax(&row).unwrap().1;
                     candidates.collect(&row, f32::NEG_INFINITY, max, temperature);
                     let weight_of = |t: TokenId| exp_falling((row[t as usize] - max) / temperature);
@@ -371,7 +372,7 @@ mod tests {
                     candidates.keep_head(share);
                     assert_eq!(candidates.tokens, expected, "levels {levels}, temperature {temperature}, share {share}");
                 }
-                let mut candidates = Candidates::with_capacity(700);
+                let mut candidates = Candidates::with_capacity(700).unwrap();
                 let row = row(700, 3, levels);
                 candidates.collect(&row, f32::NEG_INFINITY, argmax(&row).unwrap().1, temperature);
                 let total = candidates.total();
@@ -383,7 +384,7 @@ mod tests {
 
     #[test]
     fn pick_covers_the_line() {
-        let mut candidates = Candidates::with_capacity(200);
+        let mut candidates = Candidates::with_capacity(200).unwrap();
         candidates.collect(&row(200, 5, 1 << 30), -5.0, 10.0, 1.0);
         let total = candidates.total();
         let (first, last) = (candidates.tokens[0], *candidates.tokens.last().unwrap());
@@ -399,7 +400,7 @@ mod tests {
 
     #[test]
     fn largest_equals_a_sort() {
-        let (mut scratch, mut out) = (Candidates::with_capacity(500), Vec::new());
+        let (mut scratch, mut out) = (Candidates::with_capacity(500).unwrap(), Vec::new());
         for levels in [1, 3, 1 << 30] {
             let row = row(500, 77, levels);
             for n in [0, 1, 5, 255, 500, 600] {

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use crate::cache::BlockPool;
+use crate::error::{ConfigError, reserved};
 use crate::ids::BlockId;
 
 pub(super) struct Kv {
@@ -14,8 +15,10 @@ pub(super) struct Kv {
 }
 
 impl Kv {
-    pub(super) fn new(blocks: usize) -> Self {
-        Kv { pool: BlockPool::new(blocks), active: vec![0; blocks], reclaimable: 0 }
+    pub(super) fn new(blocks: usize) -> Result<Self, ConfigError> {
+        let mut active = reserved("the block pool", blocks)?;
+        active.resize(blocks, 0);
+        Ok(Kv { pool: BlockPool::new(blocks)?, active, reclaimable: 0 })
     }
 
     /// A free block with one active holder.

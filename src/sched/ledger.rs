@@ -15,7 +15,7 @@ use super::kv::Kv;
 use super::seq::{Seq, SeqView, Slab, State};
 use super::step::Step;
 use crate::error::{ConfigError, SubmitError};
-use crate::ids::{SeqId, TokenId};
+use crate::ids::{BlockId, SeqId, TokenId};
 use std::time::Duration;
 
 /// Names the rotary regime of a sequence of so many known tokens: cached keys are valid only in the regime that they were
@@ -97,7 +97,8 @@ impl Ledger {
     /// An empty ledger.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] for a size of 0, and where slots or positions would not fit 32 bits.
+    /// [`ConfigError::Invalid`] for a size of 0, and where slots or positions would not fit 32 bits;
+    /// [`ConfigError::Refused`] where the system has not the memory.
     pub fn new(cfg: LedgerConfig) -> Result<Self, ConfigError> {
         let sizes = [
             ("blocks", cfg.blocks),
@@ -122,20 +123,21 @@ impl Ledger {
         }
         // A step holds at most one item a token, and no more sequences than there can be.
         let items = cfg.step_seqs.min(cfg.step_tokens).min(cfg.max_seqs);
-        Ok(Ledger { kv: Kv::new(cfg.blocks), seqs: Slab::new(), step: Step::new(items), cfg })
+        Ok(Ledger { kv: Kv::new(cfg.blocks)?, seqs: Slab::new(), step: Step::new(items)?, cfg })
     }
 
     /// Takes a sequence in, as waiting. Reserves the memory of its whole life.
     ///
     /// # Errors
     /// [`SubmitError::EmptyPrompt`], [`SubmitError::NoTokens`]; [`SubmitError::TooLong`] where it could not run even alone;
-    /// [`SubmitError::QueueFull`].
+    /// [`SubmitError::QueueFull`]; [`SubmitError::Refused`] where the system has not the memory.
     pub fn submit(&mut self, new: NewSeq, now: Duration) -> Result<SeqId, SubmitError> {
         let limit = self.admissible(new.tokens.len(), new.max_tokens)?;
         self.room_for_one_more()?;
-        let mut tokens = new.tokens;
-        tokens.reserve_exact(limit - tokens.len());
-        let i = self.seqs.insert(State::Vacant, tokens, limit, limit.div_ceil(self.cfg.block_size));
+        let (mut tokens, mut blocks) = (new.tokens, Vec::new());
+        let max_blocks = limit.div_ceil(self.cfg.block_size);
+        reserve(&mut tokens, limit).and_then(|()| reserve(&mut blocks, max_blocks)).map_err(|()| refused(limit, max_blocks))?;
+        let i = self.seqs.insert(State::Vacant, tokens, limit, blocks);
         let seq = &mut self.seqs[i];
         (seq.arrival, seq.priority, seq.deadline, seq.hold) = (now, new.priority, new.deadline, new.hold);
         let id = seq.id;
@@ -154,8 +156,8 @@ impl Ledger {
         let limit = self.admissible(total, max_tokens)?;
         let max_blocks = limit.div_ceil(self.cfg.block_size);
         let s = &mut self.seqs[i];
-        s.tokens.reserve_exact(limit.saturating_sub(s.tokens.len()));
-        s.blocks.reserve_exact(max_blocks.saturating_sub(s.blocks.len()));
+        let room = reserve(&mut s.tokens, limit).and_then(|()| reserve(&mut s.blocks, max_blocks));
+        room.map_err(|()| refused(limit, max_blocks))?;
         s.tokens.extend_from_slice(more);
         (s.turn, s.limit, s.arrival) = (total, limit, now);
         let computed = s.computed.min(total - 1);
@@ -189,7 +191,7 @@ impl Ledger {
     ///
     /// # Errors
     /// [`SubmitError::Sequence`] for one that is neither held nor running, or whose run is in the open step;
-    /// [`SubmitError::QueueFull`].
+    /// [`SubmitError::QueueFull`], [`SubmitError::Refused`].
     pub fn fork(&mut self, seq: SeqId, now: Duration) -> Result<SeqId, SubmitError> {
         let i = self.unplanned(seq, "held or running")?;
         if self.seqs[i].state == State::Waiting {
@@ -197,10 +199,11 @@ impl Ledger {
         }
         self.room_for_one_more()?;
         let parent = &self.seqs[i];
-        let mut tokens = Vec::with_capacity(parent.limit);
-        tokens.extend_from_slice(&parent.tokens);
         let (limit, max_blocks) = (parent.limit, parent.limit.div_ceil(self.cfg.block_size));
-        let k = self.seqs.insert(State::Vacant, tokens, limit, max_blocks);
+        let (mut tokens, mut blocks) = (Vec::new(), Vec::new());
+        reserve(&mut tokens, limit).and_then(|()| reserve(&mut blocks, max_blocks)).map_err(|()| refused(limit, max_blocks))?;
+        tokens.extend_from_slice(&parent.tokens);
+        let k = self.seqs.insert(State::Vacant, tokens, limit, blocks);
         let (parent, active) = (&self.seqs[i], self.seqs[i].active());
         let (state, turn, hold, computed) = (parent.state, parent.turn, parent.hold, parent.computed);
         let (regime, priority, deadline) = (parent.regime, parent.priority, parent.deadline);
@@ -421,4 +424,14 @@ impl Ledger {
         }
         self.seqs.remove(i);
     }
+}
+
+/// Room for `len` values in all.
+fn reserve<T>(list: &mut Vec<T>, len: usize) -> Result<(), ()> {
+    list.try_reserve_exact(len.saturating_sub(list.len())).map_err(|_| ())
+}
+
+fn refused(tokens: usize, blocks: usize) -> SubmitError {
+    let needed_bytes = (tokens * size_of::<TokenId>() + blocks * size_of::<BlockId>()) as u64;
+    SubmitError::Refused { tokens, needed_bytes }
 }

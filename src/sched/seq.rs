@@ -180,7 +180,7 @@ impl Slab {
     }
 
     /// A slot for a new sequence. The caller fills in and lists it.
-    pub(super) fn insert(&mut self, state: State, tokens: Vec<TokenId>, limit: usize, max_blocks: usize) -> usize {
+    pub(super) fn insert(&mut self, state: State, tokens: Vec<TokenId>, limit: usize, blocks: Vec<BlockId>) -> usize {
         let slot = self.vacant.pop_front(&mut self.slots).unwrap_or(self.slots.len());
         let id = SeqId(self.serial << SLOT_BITS | slot as u64);
         self.serial += 1;
@@ -194,7 +194,7 @@ impl Slab {
             limit,
             computed: 0,
             regime: 0,
-            blocks: Vec::with_capacity(max_blocks),
+            blocks,
             arrival: Duration::ZERO,
             priority: 0,
             deadline: None,

@@ -16,7 +16,7 @@
 use super::ledger::Ledger;
 use super::seq::{SeqView, State};
 use super::{NoRoom, Preempt};
-use crate::error::{RunError, SubmitError};
+use crate::error::{ConfigError, RunError, SubmitError, reserved};
 use crate::ids::{BlockId, SeqId, TokenId};
 use std::time::Duration;
 
@@ -75,16 +75,16 @@ pub(super) struct Step {
 }
 
 impl Step {
-    pub(super) fn new(items: usize) -> Self {
-        Step {
+    pub(super) fn new(items: usize) -> Result<Self, ConfigError> {
+        Ok(Step {
             phase: Phase::Closed,
             now: Duration::ZERO,
-            plan: Vec::with_capacity(items),
-            undo: Vec::with_capacity(items),
+            plan: reserved("a step's plan", items)?,
+            undo: reserved("a step's plan", items)?,
             // At most one copy an item: only the block that holds the first position to be written can be shared.
-            copies: Vec::with_capacity(items),
+            copies: reserved("a step's plan", items)?,
             info: StepInfo::default(),
-        }
+        })
     }
 }
 

@@ -55,11 +55,15 @@ impl CpuKv {
     /// A cache of zeros.
     ///
     /// # Errors
-    /// Where the memory is not to be had.
+    /// Where the memory is not to be had, or a block is no power of two of whole vectors.
     pub(super) fn new(shape: &KvShape) -> Result<Self, RunError> {
-        assert!(shape.block_size.is_power_of_two() && shape.block_size >= LANES, "blocks of {} tokens", shape.block_size);
-        for (i, d) in shape.layers.iter().enumerate() {
-            assert!(!d.v_in_k || d.v_dim <= d.qk_dim, "layer {i}: values of {} in keys of {}", d.v_dim, d.qk_dim);
+        let refuse = |message| Err(RunError::Device { device: "CPU".into(), message });
+        if !shape.block_size.is_power_of_two() || shape.block_size < LANES {
+            let found = shape.block_size;
+            return refuse(format!("cache blocks: expected a power of two of at least {LANES} tokens, found {found}"));
+        }
+        if let Some((i, d)) = shape.layers.iter().enumerate().find(|(_, d)| d.v_in_k && d.v_dim > d.qk_dim) {
+            return refuse(format!("layer {i}: values of {} in keys of {}", d.v_dim, d.qk_dim));
         }
         let refused = || RunError::Device {
             device: "CPU".into(),
@@ -325,5 +329,9 @@ mod tests {
         let shape = KvShape { layers, blocks: usize::MAX / 64, block_size: 16, dtype: KvDType::F16 };
         assert_eq!(CpuKv::bytes(&shape), None);
         assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { .. })));
+        for block_size in [0, 8, 17] {
+            let shape = KvShape { block_size, blocks: 2, ..shape.clone() };
+            assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { message, .. }) if message.contains("blocks: expected")));
+        }
     }
 }

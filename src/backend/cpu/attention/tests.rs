@@ -107,7 +107,7 @@ impl World {
     /// Output bits of the given (sequence, first position, end) in one batch.
     fn run(&self, tier: &Tier, threads: usize, items: &[(usize, usize, usize)]) -> Vec<u32> {
         let Shape { heads, qk_dim, v_dim, block_size, .. } = self.shape;
-        let mut batch = Batch::new(block_size, self.limits);
+        let mut batch = Batch::new(block_size, self.limits).unwrap();
         let mut q = Vec::new();
         for &(seq, start, end) in items {
             let tokens = vec![0; end - start];

@@ -102,7 +102,7 @@ fn embed_linear_gather_and_scale() {
         tokens.iter().flat_map(|&t| table[t as usize * k..][..k].iter().map(|&v| f64::from(v) * 2.5)).collect();
     let begin = |cpu: &mut Cpu| {
         let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16), &MoeShape::default()).unwrap();
-        let mut batch = Batch::new(16, LIMITS);
+        let mut batch = Batch::new(16, LIMITS).unwrap();
         let item = BatchItem { tokens: &tokens, start: 0, total: 5, blocks: &[BlockId(0)], rows: RowsWanted::Last };
         batch.push(item).unwrap();
         cpu.begin(&batch, &mut step).unwrap();
@@ -249,7 +249,7 @@ fn attention_over_the_cache() {
                 let mut kv = cpu.kv(&kv_shape).unwrap();
                 let mut step = cpu.step(&LIMITS, 32, &kv_shape, &MoeShape::default()).unwrap();
                 let mut out = cpu.buf(LIMITS.tokens * q_len).unwrap();
-                let mut batch = Batch::new(16, LIMITS);
+                let mut batch = Batch::new(16, LIMITS).unwrap();
                 let tokens = [0u32; 64];
                 let sinks = with_sinks.then(|| filled(cpu, &sinks));
                 let mut run = |cpu: &mut Cpu, kv: &mut CpuKv, items: &[(usize, usize, usize, &[BlockId])]| {
@@ -291,7 +291,7 @@ fn positions_are_added() {
         let expected: Vec<_> = (0..5 * k).map(|i| f64::from(x[i] + table[at[i / k] * k + i % k])).collect();
         let begin = |cpu: &mut Cpu| {
             let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16), &MoeShape::default()).unwrap();
-            let mut batch = Batch::new(16, LIMITS);
+            let mut batch = Batch::new(16, LIMITS).unwrap();
             let (a, b) = ([BlockId(0), BlockId(1)], [BlockId(2)]);
             batch.push(BatchItem { tokens: &[1, 1], start: 30, total: 32, blocks: &a, rows: RowsWanted::Last }).unwrap();
             batch.push(BatchItem { tokens: &[1, 1, 1], start: 7, total: 10, blocks: &b, rows: RowsWanted::Last }).unwrap();
@@ -434,7 +434,7 @@ fn a_batch_beyond_the_step_is_refused() {
     let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
     let small = BatchLimits { tokens: 2, ..LIMITS };
     let mut step = cpu.step(&small, 32, &shape(KvDType::F16), &MoeShape::default()).unwrap();
-    let mut batch = Batch::new(16, LIMITS);
+    let mut batch = Batch::new(16, LIMITS).unwrap();
     let item = BatchItem { tokens: &[1, 2, 3], start: 0, total: 3, blocks: &[BlockId(0)], rows: RowsWanted::Last };
     batch.push(item).unwrap();
     assert_eq!(cpu.begin(&batch, &mut step), Err(RunError::BatchTooLarge { what: "tokens", found: 3, limit: 2 }));
