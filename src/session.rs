@@ -135,9 +135,12 @@ impl Session {
     /// # Errors
     /// [`TextError`] where the vocabulary cannot express it.
     pub fn push(&mut self, text: &str) -> Result<(), TextError> {
-        let first = self.tokens.is_empty() && self.queued.is_empty();
-        let add = if first { AddSpecial::Auto } else { AddSpecial::Never };
-        let more = self.tokenizer.encode(text, EncodeOptions { add, ..EncodeOptions::default() })?;
+        let first = self.tokens.is_empty() && self.queued.is_empty() && self.answer.is_none();
+        let options = match first {
+            true => EncodeOptions::default(),
+            false => EncodeOptions { start: Start::Continuation, add: AddSpecial::Never, ..EncodeOptions::default() },
+        };
+        let more = self.tokenizer.encode(text, options)?;
         self.push_tokens(&more);
         Ok(())
     }

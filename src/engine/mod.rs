@@ -276,7 +276,8 @@ impl Engine {
             return Err(SubmitError::Parameter { name, expected, found: "one without".into() });
         }
         let tokens = known.len() + request.tokens.len();
-        let most = tokens.saturating_add(request.max_tokens).min(self.model.spec().context);
+        // What is longer the ledger refuses; the file's own idea of a context must not decide how much is allocated.
+        let most = tokens.saturating_add(request.max_tokens).min(self.max_len().max(tokens));
         let mut sampler = SamplerState::new(request.sampling, vocab, most)?;
         sampler.extend(known);
         sampler.extend(&request.tokens);
