@@ -25,7 +25,7 @@ pub fn run(data: &[u8]) {
 }
 
 fn check(config: &Config, naming: Naming) {
-    match Arch::find(config, naming).and_then(|arch| (arch.spec)(config)) {
+    match Arch::find(config, naming).and_then(|arch| arch.read(config, naming)) {
         Err(error) => assert!(!error.to_string().is_empty()),
         Ok(spec) => sane(&spec),
     }
@@ -36,13 +36,28 @@ fn sane(spec: &ModelSpec) {
     assert!((1..=1 << 12).contains(&spec.layers.len()) && (1..=1 << 30).contains(&spec.context));
     assert!((1..=1 << 20).contains(&spec.hidden) && (1..=1 << 24).contains(&spec.vocab));
     assert!(usable(spec.final_norm.eps) && usable(spec.embed_scale) && usable(spec.head.scale));
-    let layer = &spec.layers[0];
-    let dims = layer.attn.dims();
-    assert!(dims.heads >= 1 && dims.heads.is_multiple_of(dims.kv_heads) && usable(layer.attn.scale));
-    let Ffn::Gated { intermediate, .. } = layer.ffn else { panic!("{:?}", layer.ffn) };
-    assert!((1..=1 << 24).contains(&intermediate));
+    for layer in &spec.layers {
+        let dims = layer.attn.dims();
+        assert!(dims.heads >= 1 && dims.heads.is_multiple_of(dims.kv_heads) && usable(layer.attn.scale));
+        assert!(layer.attn.rope.is_none_or(|r| spec.ropes[r].rotary <= dims.qk_dim), "{:?}", layer.attn);
+        assert!(usable(layer.wiring.residual_scale));
+        let inside = match &layer.ffn {
+            Ffn::Gated { intermediate, .. } | Ffn::Plain { intermediate, .. } => *intermediate,
+            Ffn::Moe { route, intermediate, .. } => {
+                assert!((1..=route.experts).contains(&route.top_k) && usable(route.scale), "{route:?}");
+                if let Some(g) = route.groups {
+                    let room = route.experts / g.count.max(1) * g.top;
+                    assert!(g.count >= 1 && route.experts.is_multiple_of(g.count) && g.top <= g.count, "{route:?}");
+                    assert!(g.top >= 1 && route.top_k <= room && g.best >= 1, "{route:?}");
+                }
+                *intermediate
+            }
+            other => panic!("a new kind of feed-forward: {other:?}"),
+        };
+        assert!((1..=1 << 24).contains(&inside));
+    }
     for rope in &spec.ropes {
-        assert!(rope.rotary >= 2 && rope.rotary.is_multiple_of(2) && rope.rotary <= dims.qk_dim, "{rope:?}");
+        assert!(rope.rotary >= 2 && rope.rotary.is_multiple_of(2), "{rope:?}");
         assert!(usable(rope.attention_factor()), "{rope:?}");
         let mut out = vec![f32::NAN; rope.rotary / 2];
         for total in [1, spec.context / 2 + 1, spec.context] {

@@ -6,6 +6,7 @@
 
 use crate::error::ConfigError;
 use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -13,6 +14,8 @@ pub struct Config {
     fields: Map<String, Value>,
     /// Dotted path of `fields` in the file, for messages.
     path: String,
+    /// Fields that the file calls otherwise, and how.
+    spelled: BTreeMap<String, String>,
 }
 
 /// A field's value in a table.
@@ -90,7 +93,7 @@ impl Config {
     pub fn from_json(text: &str) -> Result<Self, ConfigError> {
         let invalid = |found: String| ConfigError::invalid("config.json", "a JSON object", found);
         match serde_json::from_str(text).map_err(|e| invalid(e.to_string()))? {
-            Value::Object(fields) => Ok(Config { fields, path: String::new() }),
+            Value::Object(fields) => Ok(Config { fields, path: String::new(), spelled: BTreeMap::new() }),
             other => Err(invalid(kind(&other).to_owned())),
         }
     }
@@ -99,10 +102,13 @@ impl Config {
     /// Keys without a counterpart keep their own names.
     pub fn from_gguf(arch: &str, entries: impl IntoIterator<Item = (String, Value)>) -> Self {
         let mut fields = Map::new();
+        let mut spelled = BTreeMap::from([("model_type".to_owned(), "general.architecture".to_owned())]);
         fields.insert("model_type".into(), arch.into());
         for (key, value) in entries {
+            let whole = key.clone();
             let key = key.strip_prefix(arch).and_then(|k| k.strip_prefix('.')).unwrap_or(&key);
             let name = GGUF_FIELDS.iter().find(|(from, _)| *from == key).map_or(key, |(_, to)| *to);
+            spelled.insert(name.to_owned(), whole);
             match name.split_once('.') {
                 Some(("rope_scaling", inner)) => {
                     let scaling = fields.entry("rope_scaling").or_insert_with(|| Value::Object(Map::new()));
@@ -113,7 +119,7 @@ impl Config {
                 _ => _ = fields.insert(name.into(), value),
             }
         }
-        Config { fields, path: String::new() }
+        Config { fields, path: String::new(), spelled }
     }
 
     /// Sets a field that the file leaves to other evidence, such as the presence of a tensor.
@@ -143,7 +149,14 @@ impl Config {
     pub fn section(&self, field: &str) -> Result<Option<Config>, ConfigError> {
         match self.value(field) {
             None => Ok(None),
-            Some(Value::Object(fields)) => Ok(Some(Config { fields: fields.clone(), path: self.name(field) })),
+            Some(Value::Object(fields)) => {
+                let inner = |(name, spelled): (&String, &String)| {
+                    let name = name.strip_prefix(field)?.strip_prefix('.')?;
+                    Some((name.to_owned(), spelled.clone()))
+                };
+                let spelled = self.spelled.iter().filter_map(inner).collect();
+                Ok(Some(Config { fields: fields.clone(), path: self.name(field), spelled }))
+            }
             Some(other) => Err(self.wrong(field, "an object", other)),
         }
     }
@@ -259,6 +272,7 @@ impl Config {
         for (from, to) in aliases {
             if let (Some(value), false) = (self.value(from), self.has(to)) {
                 config.fields.insert((*to).to_owned(), value.clone());
+                config.spelled.insert((*to).to_owned(), self.name(from));
             }
         }
         config
@@ -312,7 +326,11 @@ impl Config {
     }
 
     fn name(&self, field: &str) -> String {
-        if self.path.is_empty() { field.to_owned() } else { format!("{}.{field}", self.path) }
+        match self.spelled.get(field) {
+            Some(spelled) => spelled.clone(),
+            None if self.path.is_empty() => field.to_owned(),
+            None => format!("{}.{field}", self.path),
+        }
     }
 
     fn missing(&self, field: &str) -> ConfigError {

@@ -112,6 +112,11 @@ pub(super) fn bounded(c: &Config, field: &str, default: Option<usize>, most: usi
     if n <= most { Ok(n) } else { Err(c.invalid(field, format!("at most {most}"), n)) }
 }
 
+/// A factor: a number above 0.
+pub(super) fn factor(c: &Config, field: &str, default: Option<f64>) -> Result<f32, ConfigError> {
+    Ok(c.positive_or(field, default)? as f32)
+}
+
 /// A number as f32 that stays a number.
 pub(super) fn number(c: &Config, field: &str, default: Option<f64>) -> Result<f32, ConfigError> {
     let n = c.number_or(field, default)?;
@@ -223,7 +228,7 @@ pub(super) fn gemma_norm(c: &Config) -> Result<NormSpec, ConfigError> {
 /// Gemma's factor on the scores. GGUF leaves it out: it is that of the width of a head, but for the model of `largest` layers.
 pub(super) fn gemma_scale(c: &Config, shape: &Shape, largest: usize) -> Result<f32, ConfigError> {
     if c.has("attention_multiplier") {
-        return number(c, "attention_multiplier", None);
+        return factor(c, "attention_multiplier", None);
     }
     let width = if shape.layers == largest { shape.hidden / shape.heads } else { shape.head_dim };
     let over = c.positive_or("query_pre_attn_scalar", Some(width as f64))?;

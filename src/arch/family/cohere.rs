@@ -30,6 +30,6 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
     let wiring = Wiring { ffn_in: None, parallel: true, ..Wiring::pre_norm(norm) };
     let mut spec = shape.model(ARCH.name, LayerSpec { attn, ffn: fields::gated(c)?, wiring }, norm, c)?;
     spec.ropes[0].style = RopeStyle::Interleaved;
-    spec.head.scale = fields::number(c, "logit_scale", Some(0.0625))?;
+    spec.head.scale = fields::factor(c, "logit_scale", Some(0.0625))?;
     Ok(spec)
 }

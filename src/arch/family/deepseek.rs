@@ -134,7 +134,7 @@ fn experts(c: &Config, sigmoid: bool) -> Result<Ffn, ConfigError> {
         route.groups = (grouped && groups.count > 1).then_some(groups);
         route.correction = sigmoid;
         route.score = if sigmoid { Score::Sigmoid } else { Score::Softmax };
-        route.scale = fields::number(c, "routed_scaling_factor", Some(1.0))?;
+        route.scale = fields::factor(c, "routed_scaling_factor", Some(1.0))?;
         *shared = *intermediate * if c.has("n_shared_experts") { c.whole("n_shared_experts")? as usize } else { 0 };
     }
     Ok(ffn)

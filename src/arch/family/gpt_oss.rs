@@ -46,7 +46,7 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
     if let Ffn::Moe { route, glu, bias, .. } = &mut ffn {
         route.score = Score::SoftmaxOfChosen;
         *glu =
-            Glu::Clamped { alpha: fields::number(c, "swiglu_alpha", None)?, limit: c.positive_or("swiglu_limit", None)? as f32 };
+            Glu::Clamped { alpha: fields::factor(c, "swiglu_alpha", None)?, limit: c.positive_or("swiglu_limit", None)? as f32 };
         *bias = true;
     }
     let mut spec = shape.model(ARCH.name, fields::layer(attn, ffn, norm), norm, c)?;

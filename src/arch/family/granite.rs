@@ -22,12 +22,12 @@ fn spec(c: &Config) -> Result<ModelSpec, ConfigError> {
     let c = &c.renamed(&[("logit_scale", "logits_scaling")]);
     let (shape, norm) = (fields::Shape::read(c)?, fields::rms(c)?);
     let bias = c.flag_or("attention_bias", false)?;
-    let scale = fields::number(c, "attention_multiplier", Some(1.0))?;
+    let scale = fields::factor(c, "attention_multiplier", Some(1.0))?;
     let attn = AttnSpec { scale, qkv_bias: bias, out_bias: bias, ..shape.attn() };
     let mut layer = fields::layer(attn, fields::gated(c)?, norm);
-    layer.wiring.residual_scale = fields::number(c, "residual_multiplier", Some(1.0))?;
+    layer.wiring.residual_scale = fields::factor(c, "residual_multiplier", Some(1.0))?;
     let mut spec = shape.model(ARCH.name, layer, norm, c)?;
-    spec.embed_scale = fields::number(c, "embedding_multiplier", Some(1.0))?;
+    spec.embed_scale = fields::factor(c, "embedding_multiplier", Some(1.0))?;
     spec.head.scale = (1.0 / c.positive_or("logits_scaling", Some(1.0))?) as f32;
     Ok(spec)
 }
