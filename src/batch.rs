@@ -22,7 +22,7 @@ pub struct BatchLimits {
     pub rows: usize,
 }
 
-/// Which of an item's tokens the caller wants logits of.
+/// Which of an item's tokens the caller wants logits of, or hidden states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RowsWanted {
     /// None: a prefill chunk that is not the last.
@@ -31,6 +31,8 @@ pub enum RowsWanted {
     Last,
     /// All of them: a draft check, or scoring.
     All,
+    /// None, but the hidden state of each token after the final norm: an embedding.
+    States,
 }
 
 /// One sequence's share of a step.
@@ -63,6 +65,7 @@ pub struct Batch {
     block_indptr: Vec<u32>,
     blocks: Vec<BlockId>,
     rows: Vec<u32>,
+    states: bool,
 }
 
 impl Batch {
@@ -85,6 +88,7 @@ impl Batch {
             block_indptr: indptr(limits.seqs),
             blocks: Vec::with_capacity(limits.blocks),
             rows: Vec::with_capacity(limits.rows),
+            states: false,
         }
     }
 
@@ -102,6 +106,7 @@ impl Batch {
         self.blocks.clear();
         self.q_indptr.truncate(1);
         self.block_indptr.truncate(1);
+        self.states = false;
     }
 
     /// Adds a sequence. On an error the batch is as it was.
@@ -116,7 +121,7 @@ impl Batch {
         let used = end.div_ceil(self.block_size);
         assert!(!item.tokens.is_empty() && used <= item.blocks.len() && end <= item.total, "an item that its blocks cover");
         let rows = match item.rows {
-            RowsWanted::None => 0,
+            RowsWanted::None | RowsWanted::States => 0,
             RowsWanted::Last => 1,
             RowsWanted::All => item.tokens.len(),
         };
@@ -141,6 +146,7 @@ impl Batch {
         self.blocks.extend_from_slice(&item.blocks[..used]);
         self.block_indptr.push(self.blocks.len() as u32);
         self.rows.extend(last - rows as u32..last);
+        self.states |= item.rows == RowsWanted::States;
         Ok(())
     }
 
@@ -197,6 +203,11 @@ impl Batch {
     /// Token indices whose logits are wanted, `[R]`, rising.
     pub fn rows(&self) -> &[u32] {
         &self.rows
+    }
+
+    /// True where an item wants [`RowsWanted::States`].
+    pub fn wants_states(&self) -> bool {
+        self.states
     }
 
     /// True with no sequence in it.
