@@ -35,7 +35,7 @@ impl BatchLimits {
     }
 }
 
-/// Which of an item's tokens the caller wants logits of.
+/// Which of an item's tokens the caller wants logits of, or hidden states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RowsWanted {
     /// None: a prefill chunk that is not the last.
@@ -44,6 +44,8 @@ pub enum RowsWanted {
     Last,
     /// All of them: a draft check, or scoring.
     All,
+    /// None, but the hidden state of each token after the final norm: an embedding.
+    States,
 }
 
 /// One sequence's share of a step.
@@ -76,6 +78,7 @@ pub struct Batch {
     block_indptr: Vec<u32>,
     blocks: Vec<BlockId>,
     rows: Vec<u32>,
+    states: bool,
 }
 
 impl Batch {
@@ -107,6 +110,7 @@ impl Batch {
             block_indptr: indptr()?,
             blocks: reserved("a batch's block tables", limits.blocks)?,
             rows: reserved("a batch's rows", limits.rows)?,
+            states: false,
         })
     }
 
@@ -125,6 +129,7 @@ impl Batch {
         self.blocks.clear();
         self.q_indptr.truncate(1);
         self.block_indptr.truncate(1);
+        self.states = false;
     }
 
     /// Adds a sequence. On an error the batch is as it was.
@@ -155,7 +160,7 @@ impl Batch {
             return Err(RunError::bad_batch("block", format_args!("at most {most}"), block.0));
         }
         let rows = match item.rows {
-            RowsWanted::None => 0,
+            RowsWanted::None | RowsWanted::States => 0,
             RowsWanted::Last => 1,
             RowsWanted::All => len,
         };
@@ -179,6 +184,7 @@ impl Batch {
         self.blocks.extend_from_slice(&item.blocks[..used]);
         self.block_indptr.push(self.blocks.len() as u32);
         self.rows.extend(last - rows as u32..last);
+        self.states |= item.rows == RowsWanted::States;
         Ok(())
     }
 
@@ -235,6 +241,11 @@ impl Batch {
     /// Token indices whose logits are wanted, `[R]`, rising.
     pub fn rows(&self) -> &[u32] {
         &self.rows
+    }
+
+    /// True where an item wants [`RowsWanted::States`].
+    pub fn wants_states(&self) -> bool {
+        self.states
     }
 
     /// True with no sequence in it.

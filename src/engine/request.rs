@@ -1,6 +1,7 @@
 //! What goes into an engine and what comes out.
 #![forbid(unsafe_code)]
 
+use super::embed::Pooling;
 use crate::error::RunError;
 use crate::ids::{SeqId, TokenId};
 use crate::sample::SamplingParams;
@@ -26,6 +27,8 @@ pub struct Request {
     /// Show the logits of the prompt's tokens to the observer; needs
     /// [`prompt_logits`](super::EngineConfig::prompt_logits).
     pub prompt_logits: bool,
+    /// Generate nothing: end with an embedding of the prompt, pooled like this. See [`Request::embed`].
+    pub embedding: Option<Pooling>,
 }
 
 impl Request {
@@ -40,6 +43,7 @@ impl Request {
             deadline: None,
             hold: false,
             prompt_logits: false,
+            embedding: None,
         }
     }
 
@@ -90,6 +94,8 @@ pub enum EventKind {
         /// The likeliest tokens, as many as asked for.
         top: Vec<(TokenId, f32)>,
     },
+    /// What a [`Request::embed`] asked for, `[hidden]`; not normalised. Its [`Finished`](Self::Finished) follows.
+    Embedding(Vec<f32>),
     /// The sequence has ended. Each submitted sequence has exactly one such event for each submission.
     Finished(FinishReason),
 }
@@ -102,6 +108,8 @@ pub enum FinishReason {
     Stop,
     /// At `max_tokens`.
     Length,
+    /// With its embedding.
+    Embedded,
     /// By the caller.
     Cancelled,
     /// By an error of its own; others go on.

@@ -1,5 +1,5 @@
-//! One step: plan, forward, sample, commit. Between the layers of a forward pass it can pause; everything it needs to go on
-//! lies in the engine.
+//! One step: plan, forward, sample (or pool, for an embedding), commit. Between the layers of a forward pass it can pause;
+//! everything it needs to go on lies in the engine.
 #![forbid(unsafe_code)]
 
 use super::{Engine, Event, EventKind, FinishReason, RowView, Status};
@@ -84,18 +84,14 @@ impl Engine {
         self.model.copy_blocks(self.ledger.copies())?;
         self.batch.clear();
         for item in self.ledger.plan_items() {
+            let run = self.runs.get(&item.seq);
             let view = self.ledger.view(item.seq).expect("a sequence that was planned a moment ago");
             self.batch.push(BatchItem {
                 tokens: &view.tokens()[item.start..item.start + item.len],
                 start: item.start,
                 total: view.total(),
                 blocks: view.block_table(),
-                // Of rows that are run anew, after a preemption or in another rotary regime, the first was shown.
-                rows: match (self.runs.get(&item.seq).is_some_and(|r| r.wants_all(item.start + item.len)), item.last) {
-                    (true, _) => RowsWanted::All,
-                    (false, true) => RowsWanted::Last,
-                    (false, false) => RowsWanted::None,
-                },
+                rows: run.map_or(RowsWanted::None, |run| run.rows(item)),
             })?;
         }
         self.model.begin(&self.batch, self.want)
@@ -124,10 +120,20 @@ impl Engine {
             if !self.runs.contains_key(&item.seq) {
                 continue;
             }
-            self.show(&item, first, row);
+            let embeds = self.runs.get(&item.seq).is_some_and(|r| r.embedding.is_some());
+            let taken_in = match embeds {
+                true => self.pool(&item, i),
+                false => {
+                    self.show(&item, first, row);
+                    Ok(())
+                }
+            };
             self.ledger.commit(item.seq, &[]).expect("an item of the open step, without guesses");
-            if item.last {
-                self.sample(item.seq, row - 1);
+            match taken_in {
+                Err(error) => self.end(item.seq, FinishReason::Failed(error)),
+                Ok(()) if item.last && embeds => self.embedded(item.seq),
+                Ok(()) if item.last => self.sample(item.seq, row - 1),
+                Ok(()) => {}
             }
             if self.runs.get(&item.seq).is_some_and(|r| r.stopping) {
                 self.end(item.seq, FinishReason::Cancelled);

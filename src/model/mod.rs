@@ -40,6 +40,7 @@ pub struct Logits {
     width: usize,
     logits: Vec<f32>,
     hidden: Vec<f32>,
+    states: Vec<f32>,
 }
 
 impl Logits {
@@ -55,7 +56,17 @@ impl Logits {
             width: spec.hidden,
             logits: room(want.logits, spec.vocab)?,
             hidden: room(want.hidden, spec.hidden)?,
+            states: Vec::new(),
         })
+    }
+
+    /// And room for the [states](Self::states) of `tokens` tokens.
+    ///
+    /// # Errors
+    /// [`ConfigError::Refused`] where the system refuses the memory.
+    pub fn with_states(mut self, tokens: usize, spec: &ModelSpec) -> Result<Self, ConfigError> {
+        self.states = reserved("hidden states", tokens.saturating_mul(spec.hidden))?;
+        Ok(self)
     }
 
     /// Bytes of [`with_capacity`](Self::with_capacity).
@@ -69,6 +80,7 @@ impl Logits {
         (self.rows, self.vocab, self.width) = (rows, vocab, width);
         self.logits.clear();
         self.hidden.clear();
+        self.states.clear();
         self.logits.resize(if want.logits { rows * vocab } else { 0 }, 0.0);
         self.hidden.resize(if want.hidden { rows * width } else { 0 }, 0.0);
     }
@@ -91,6 +103,19 @@ impl Logits {
     /// Hidden state of row `r` after the final norm, `[hidden]`, or nothing where none were wanted.
     pub fn hidden(&self, r: usize) -> &[f32] {
         self.hidden.get(r * self.width..(r + 1) * self.width).unwrap_or(&[])
+    }
+
+    /// Hidden states after the final norm of all tokens of the batch, `[T, hidden]`, where an item wanted
+    /// [`RowsWanted::States`](crate::batch::RowsWanted::States); or nothing.
+    pub fn states(&self) -> &[f32] {
+        &self.states
+    }
+
+    /// The same, zeroed, to be written. For implementations of [`Model`], after [`reset`](Self::reset).
+    pub fn reset_states(&mut self, tokens: usize) -> &mut [f32] {
+        self.states.clear();
+        self.states.resize(tokens * self.width, 0.0);
+        &mut self.states
     }
 
     fn all_mut(&mut self) -> (&mut [f32], &mut [f32]) {

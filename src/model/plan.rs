@@ -90,4 +90,10 @@ impl MemoryPlan {
         self.activation_bytes += Logits::bytes(rows, spec, want);
         self
     }
+
+    /// Adds the host's copy of the hidden states of a step's tokens.
+    pub fn with_states(mut self, spec: &ModelSpec, tokens: usize) -> Self {
+        self.activation_bytes += 4 * tokens as u64 * spec.hidden as u64;
+        self
+    }
 }

@@ -40,6 +40,8 @@ struct Running {
     tokens: usize,
     rows: usize,
     want: Want,
+    /// Hidden states of all tokens are wanted too.
+    states: bool,
     /// A delta waits to be added, with this factor.
     pending: Option<f32>,
 }
@@ -245,10 +247,16 @@ impl<B: Backend> Transformer<B> {
     fn head(&mut self, run: &mut Running, out: &mut Logits) -> Result<(), RunError> {
         let Self { backend: be, spec, weights, step, bufs, .. } = self;
         out.reset(run.rows, spec.vocab, spec.hidden, run.want);
-        if run.rows == 0 {
+        if run.rows == 0 && !run.states {
             return Ok(());
         }
         join(be, run.tokens, spec.hidden, bufs, run, Some((&spec.final_norm, &weights.final_norm)))?;
+        if run.states {
+            be.download(&bufs.normed, out.reset_states(run.tokens))?;
+        }
+        if run.rows == 0 {
+            return Ok(());
+        }
         be.gather(step, spec.hidden, &bufs.normed, &mut bufs.rows)?;
         let (logits, hidden) = out.all_mut();
         if run.want.hidden {
@@ -330,8 +338,8 @@ impl<B: Backend> Model for Transformer<B> {
         }
         self.lay_out_angles(batch)?;
         self.backend.begin(batch, &mut self.step)?;
-        let (tokens, rows) = (batch.tokens().len(), batch.rows().len());
-        self.run = Some(Running { stage: Stage::Embed, tokens, rows, want, pending: None });
+        let (tokens, rows, states) = (batch.tokens().len(), batch.rows().len(), batch.wants_states());
+        self.run = Some(Running { stage: Stage::Embed, tokens, rows, want, states, pending: None });
         Ok(())
     }
 

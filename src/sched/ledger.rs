@@ -132,6 +132,17 @@ impl Ledger {
     /// [`SubmitError::EmptyPrompt`], [`SubmitError::NoTokens`]; [`SubmitError::TooLong`] where it could not run even alone;
     /// [`SubmitError::QueueFull`]; [`SubmitError::Refused`] where the system has not the memory.
     pub fn submit(&mut self, new: NewSeq, now: Duration) -> Result<SeqId, SubmitError> {
+        if new.max_tokens == 0 && !new.tokens.is_empty() {
+            return Err(SubmitError::NoTokens);
+        }
+        self.submit_any(new, now)
+    }
+
+    /// As [`Ledger::submit`], for a sequence that may be run only, without a token appended to it: `max_tokens` can be 0.
+    ///
+    /// # Errors
+    /// As [`Ledger::submit`], but for [`SubmitError::NoTokens`].
+    pub fn submit_any(&mut self, new: NewSeq, now: Duration) -> Result<SeqId, SubmitError> {
         let limit = self.admissible(new.tokens.len(), new.max_tokens)?;
         self.room_for_one_more()?;
         let (mut tokens, mut blocks) = (new.tokens, Vec::new());
@@ -153,6 +164,9 @@ impl Ledger {
     pub fn resume(&mut self, seq: SeqId, more: &[TokenId], max_tokens: usize, now: Duration) -> Result<(), SubmitError> {
         let i = self.held(seq)?;
         let total = self.seqs[i].tokens.len().saturating_add(more.len());
+        if max_tokens == 0 && total > 0 {
+            return Err(SubmitError::NoTokens);
+        }
         let limit = self.admissible(total, max_tokens)?;
         let max_blocks = limit.div_ceil(self.cfg.block_size);
         let s = &mut self.seqs[i];
@@ -314,9 +328,6 @@ impl Ledger {
     fn admissible(&self, prompt: usize, max_tokens: usize) -> Result<usize, SubmitError> {
         if prompt == 0 {
             return Err(SubmitError::EmptyPrompt);
-        }
-        if max_tokens == 0 {
-            return Err(SubmitError::NoTokens);
         }
         let tokens = prompt.saturating_add(max_tokens);
         for (what, limit) in [("the context", self.cfg.context), ("the cache", self.cfg.blocks * self.cfg.block_size)] {
