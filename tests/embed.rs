@@ -4,11 +4,12 @@
 mod common;
 
 use common::engines::{alone, exact, finish, open};
+use common::fake::{self, FakeSizes, Faults, NAN, continuation};
 use common::golden::{Golden, close, fixtures};
 use loquat::engine::{Engine, EngineConfig, EventKind, FinishReason, Request, Status, normalize};
 use loquat::sched::ContinuousBatching;
 use loquat::weights::no_progress;
-use loquat::{EmbedOptions, Error, ModelFiles, Pooling, SeqId, SubmitError, TokenId};
+use loquat::{EmbedOptions, Error, ModelFiles, Pooling, RunError, SeqId, SubmitError, TokenId};
 
 const POOLINGS: [Pooling; 3] = [Pooling::Mean, Pooling::Last, Pooling::First];
 
@@ -220,6 +221,51 @@ fn an_embedding_can_be_stopped() {
     let event = engine.next_event().unwrap();
     assert_eq!((event.seq, event.kind), (seq, EventKind::Finished(FinishReason::Cancelled)));
     assert_eq!(engine.ledger().all().count(), 0);
+}
+
+#[test]
+fn broken_states_end_their_sequence_alone() {
+    for states in [true, false] {
+        let sizes = FakeSizes { hidden: true, states, ..FakeSizes::default() };
+        let mut engine = fake::engine(sizes, &Faults::at(1, 0));
+        let other = engine.submit(Request::new([5, 6], 9)).unwrap();
+        let error = engine.embed(&[vec![3; 4], vec![4, 7, NAN, 8]], &raw(Pooling::Mean)).unwrap_err();
+        match error {
+            Error::Run(RunError::BrokenState { position: 2, at: 1, value, .. }) => assert!(states && value.is_nan()),
+            Error::Run(RunError::NoStates { expected, found: 0, .. }) => assert!(!states && expected > 0),
+            other => panic!("{other}"),
+        }
+        assert_eq!(finish(&mut engine, &[other])[0], continuation(&[5, 6], 9));
+        assert_eq!((engine.ledger().all().count(), engine.next_event()), (0, None));
+        engine.ledger().check();
+    }
+}
+
+/// Whichever call of the model fails, and however often: a step that is tried again counts its positions once.
+#[test]
+fn failed_steps_count_nothing() {
+    let prompt: Vec<TokenId> = (0..60).collect();
+    let sizes = FakeSizes { hidden: true, ..FakeSizes::default() };
+    let run = |faults: &std::sync::Arc<Faults>| {
+        let mut engine = fake::engine(sizes, faults);
+        let seq = engine.submit(Request::embed(prompt.as_slice(), Pooling::Mean)).unwrap();
+        loop {
+            let failed = matches!(engine.step(), Err(RunError::Device { .. }));
+            if let Some(event) = engine.next_event() {
+                assert_eq!((event.seq, failed), (seq, false));
+                let EventKind::Embedding(vector) = event.kind else { panic!("{event:?}") };
+                return vector;
+            }
+        }
+    };
+    let calls = Faults::at(1, 0);
+    let want = run(&calls);
+    assert_eq!(want[..3], [29.5, 1.0, 29.5]);
+    let calls = calls.calls.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(calls > 6, "{calls}");
+    for first in 1..=calls {
+        assert_eq!(run(&Faults::at(first, 2)), want, "call {first}");
+    }
 }
 
 #[test]

@@ -15,7 +15,7 @@ use heap::{calls_of, live_bytes, peak_of};
 use loquat::engine::{Engine, EngineConfig, EventKind, FinishReason, Request, Status};
 use loquat::model::{ModelFiles, OpenOptions};
 use loquat::weights::{LoadMode, no_progress};
-use loquat::{Compute, ConfigError, Error, FormatId, GenerateOptions, KvDType, SamplingParams, Session, TokenId};
+use loquat::{Compute, ConfigError, Error, FormatId, GenerateOptions, KvDType, Pooling, SamplingParams, Session, TokenId};
 use std::time::{Duration, Instant};
 
 #[global_allocator]
@@ -92,6 +92,17 @@ fn a_step_allocates_nothing() {
         engine.step().unwrap();
         let (_, calls) = calls_of(|| (0..200).for_each(|_| _ = engine.step_within(Duration::ZERO).unwrap()));
         assert_eq!(calls, 0, "paused and observed");
+        // Nor does an embedding, its last step and its event included.
+        let config = EngineConfig { hidden: true, step_tokens: 16, ..EngineConfig::default() };
+        let mut engine = Engine::new(&open(&fixtures().join(MODELS[0])), config).unwrap();
+        for pooling in [Pooling::Mean, Pooling::Last, Pooling::First] {
+            engine.submit(Request::embed(vec![3; 40], pooling)).unwrap();
+        }
+        engine.step().unwrap();
+        let (steps, calls) =
+            calls_of(|| std::iter::from_fn(|| (engine.step().unwrap() == Status::Stepped).then_some(())).count());
+        assert!(steps > 5 && calls == 0, "{calls} allocations in {steps} steps");
+        assert_eq!(std::iter::from_fn(|| engine.next_event()).count(), 6);
     });
 }
 

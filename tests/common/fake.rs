@@ -65,6 +65,7 @@ pub struct Fake {
     limits: BatchLimits,
     blocks: usize,
     layers: Vec<Vec<Option<Slot>>>,
+    states: bool,
     step: Option<(Batch, Want, usize)>,
     faults: Arc<Faults>,
 }
@@ -78,11 +79,15 @@ pub struct FakeSizes {
     pub tokens: usize,
     /// Rotary frequencies that change with the length from here on.
     pub dynamic_from: Option<usize>,
+    /// Allow embeddings.
+    pub hidden: bool,
+    /// Leave the hidden states that they need.
+    pub states: bool,
 }
 
 impl Default for FakeSizes {
     fn default() -> Self {
-        FakeSizes { blocks: 8, max_seqs: 16, seqs: 4, tokens: 24, dynamic_from: None }
+        FakeSizes { blocks: 8, max_seqs: 16, seqs: 4, tokens: 24, dynamic_from: None, hidden: false, states: true }
     }
 }
 
@@ -97,13 +102,14 @@ pub fn engine(sizes: FakeSizes, faults: &Arc<Faults>) -> Engine {
     let limits = BatchLimits { tokens: sizes.tokens, seqs: sizes.seqs, blocks: sizes.blocks * sizes.seqs, rows: sizes.tokens };
     let slots = vec![None; sizes.blocks * BLOCK];
     let layers = vec![slots; spec.layers.len()];
-    let model = Box::new(Fake { spec, limits, blocks: sizes.blocks, layers, step: None, faults: faults.clone() });
+    let (blocks, states, faults) = (sizes.blocks, sizes.states, faults.clone());
+    let model = Box::new(Fake { spec, limits, blocks, layers, states, step: None, faults });
     Engine::from_parts(EngineParts {
         model,
         scheduler: Box::new(ContinuousBatching::default()),
         max_seqs: sizes.max_seqs,
         prompt_logits: true,
-        want: Want { logits: true, hidden: false },
+        want: Want { logits: true, hidden: sizes.hidden },
         plan: MemoryPlan::default(),
     })
     .unwrap()
@@ -168,6 +174,13 @@ impl Fake {
                 NAN => row[5] = f32::NAN,
                 INFINITE => row[6] = f32::INFINITY,
                 _ => {}
+            }
+        }
+        if self.states && batch.wants_states() {
+            let states = out.reset_states(batch.tokens().len());
+            for (state, &token) in states.chunks_exact_mut(self.spec.hidden).zip(batch.tokens()) {
+                state.fill(token as f32);
+                state[1] = if token == NAN { f32::NAN } else { 1.0 };
             }
         }
     }
