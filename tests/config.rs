@@ -370,3 +370,29 @@ fn broken_texts_beside_the_weights() {
     assert!(open(SideTexts { tokenizer_config: Some("{".into()), ..good() }).contains("tokenizer_config.json"));
     assert!(open(SideTexts { chat_template: Some("{% if %}".into()), ..good() }).contains("chat template"));
 }
+
+/// In Llama's GGUF files the rows of q and k lie so that only whole heads can turn.
+#[test]
+fn a_gguf_head_turns_whole_or_not_at_all() {
+    let fields = |rotary: usize| {
+        let entries = [
+            ("vocab_size", 64),
+            ("context_length", 128),
+            ("embedding_length", 64),
+            ("block_count", 1),
+            ("feed_forward_length", 96),
+            ("attention.head_count", 4),
+            ("rope.dimension_count", rotary),
+        ];
+        let whole = entries.map(|(key, n)| (format!("llama.{key}"), Value::from(n)));
+        let eps = ("llama.attention.layer_norm_rms_epsilon".to_owned(), Value::from(1e-5));
+        Config::from_gguf("llama", whole.into_iter().chain([eps]))
+    };
+    let read = |rotary| {
+        let config = fields(rotary);
+        Arch::find(&config, Naming::Gguf).and_then(|arch| arch.read(&config, Naming::Gguf))
+    };
+    assert!(read(16).is_ok());
+    let refused = read(8).unwrap_err().to_string();
+    assert_eq!(refused, "config: llama.rope.dimension_count: expected 16, the width of a head, found 8");
+}

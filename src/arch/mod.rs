@@ -149,9 +149,16 @@ impl Arch {
             let method = quantization.str_or("quant_method", "unknown")?;
             return Err(quantization.invalid("quant_method", "no quantization_config: plain weights", method));
         }
-        match (naming, self.gguf) {
-            (Naming::Gguf, Some(habits)) => (self.spec)(&config.or(habits.defaults)),
-            _ => (self.spec)(config),
+        let habits = match (naming, self.gguf) {
+            (Naming::Gguf, Some(habits)) => habits,
+            _ => return (self.spec)(config),
+        };
+        let spec = (self.spec)(&config.or(habits.defaults))?;
+        let width = spec.layers.first().map_or(0, |l| l.attn.dims().qk_dim);
+        // Pairs that lie side by side in the file would end half a head apart, and those that turn are not half of them.
+        match spec.ropes.iter().find(|r| habits.interleaved_qk && r.rotary != width) {
+            Some(rope) => Err(config.invalid("rotary_dim", format!("{width}, the width of a head"), rope.rotary)),
+            None => Ok(spec),
         }
     }
 
