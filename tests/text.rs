@@ -2,35 +2,14 @@
 #![allow(unreachable_pub, clippy::unwrap_used, reason = "what test files share is public to nobody else, and tests unwrap")]
 
 use loquat::text::{
-    AddSpecial, ChatTemplate, Detokenizer, DetokenizerOptions, EncodeOptions, GgufVocab, Message, RenderOptions, Specials, Start,
-    Tokenizer,
+    ChatTemplate, Detokenizer, DetokenizerOptions, EncodeOptions, GgufVocab, Message, RenderOptions, Specials, Start, Tokenizer,
 };
 use loquat::{TextError, TokenId};
 use serde_json::{Value, json};
 
 mod common;
 
-use common::text::{OwnedVocab, fixture, ids};
-
-const PARSE: EncodeOptions = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never, start: Start::Text };
-const PLAIN: EncodeOptions = EncodeOptions { specials: Specials::Plain, add: AddSpecial::Never, start: Start::Text };
-
-fn spm() -> OwnedVocab {
-    OwnedVocab::from_json(&fixture("text/vocabularies.json")["spm"]["vocab"])
-}
-
-fn bpe() -> OwnedVocab {
-    OwnedVocab::from_json(&fixture("text/vocabularies.json")["bpe"]["vocab"])
-}
-
-fn build(vocab: &OwnedVocab) -> Tokenizer {
-    vocab.with(|view| Tokenizer::from_vocab(&view)).unwrap()
-}
-
-fn json_tokenizer() -> Tokenizer {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/gguf/bpe_tokenizer.json");
-    Tokenizer::from_json(&std::fs::read(path).unwrap()).unwrap()
-}
+use common::text::{OwnedVocab, PARSE, PLAIN, bpe, build, fixture, ids, json_tokenizer, spm};
 
 fn check_encodings(tokenizer: &Tokenizer, cases: &Value, options: EncodeOptions) {
     for case in cases.as_array().unwrap() {

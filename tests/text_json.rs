@@ -2,32 +2,12 @@
 #![allow(unreachable_pub, clippy::unwrap_used, reason = "what test files share is public to nobody else, and tests unwrap")]
 
 use loquat::TextError;
-use loquat::text::{AddSpecial, EncodeOptions, GgufVocab, Specials, Start, Tokenizer};
+use loquat::text::{EncodeOptions, GgufVocab, Specials, Start, Tokenizer};
 use serde_json::{Value, json};
 
 mod common;
 
-use common::text::{OwnedVocab, fixture};
-
-const PARSE: EncodeOptions = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never, start: Start::Text };
-const PLAIN: EncodeOptions = EncodeOptions { specials: Specials::Plain, add: AddSpecial::Never, start: Start::Text };
-
-fn spm() -> OwnedVocab {
-    OwnedVocab::from_json(&fixture("text/vocabularies.json")["spm"]["vocab"])
-}
-
-fn bpe() -> OwnedVocab {
-    OwnedVocab::from_json(&fixture("text/vocabularies.json")["bpe"]["vocab"])
-}
-
-fn build(vocab: &OwnedVocab) -> Tokenizer {
-    vocab.with(|view| Tokenizer::from_vocab(&view)).unwrap()
-}
-
-fn json_tokenizer() -> Tokenizer {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/gguf/bpe_tokenizer.json");
-    Tokenizer::from_json(&std::fs::read(path).unwrap()).unwrap()
-}
+use common::text::{PARSE, PLAIN, bpe, build, json_tokenizer, spm};
 
 /// The file of the byte-level fixture with one part changed.
 fn changed(key: &str, value: Value) -> Result<Tokenizer, TextError> {

@@ -2,7 +2,7 @@
 //! golden file.
 
 use loquat::TokenId;
-use loquat::text::{AddSpecial, ChatTemplate, EncodeOptions, GgufVocab, Message, RenderOptions, Specials, Tokenizer};
+use loquat::text::{AddSpecial, ChatTemplate, EncodeOptions, GgufVocab, Message, RenderOptions, Specials, Start, Tokenizer};
 use serde_json::Value;
 
 /// A JSON file of tests/fixtures.
@@ -135,4 +135,24 @@ impl Random {
     pub fn below(&mut self, bound: usize) -> usize {
         (self.next() >> 16) as usize % bound
     }
+}
+
+pub const PARSE: EncodeOptions = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never, start: Start::Text };
+pub const PLAIN: EncodeOptions = EncodeOptions { specials: Specials::Plain, add: AddSpecial::Never, start: Start::Text };
+
+pub fn spm() -> OwnedVocab {
+    OwnedVocab::from_json(&fixture("text/vocabularies.json")["spm"]["vocab"])
+}
+
+pub fn bpe() -> OwnedVocab {
+    OwnedVocab::from_json(&fixture("text/vocabularies.json")["bpe"]["vocab"])
+}
+
+pub fn build(vocab: &OwnedVocab) -> Tokenizer {
+    vocab.with(|view| Tokenizer::from_vocab(&view)).unwrap()
+}
+
+pub fn json_tokenizer() -> Tokenizer {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/gguf/bpe_tokenizer.json");
+    Tokenizer::from_json(&std::fs::read(path).unwrap()).unwrap()
 }
