@@ -258,9 +258,7 @@ impl Session {
                 self.close_answer(reason.clone());
                 return Ok(Polled::Done(reason));
             }
-            let seq = self.held.as_ref().map(Held::seq);
-            let event =
-                seq.filter(|_| self.held.as_ref().is_some_and(|h| engine.is_mine(h))).and_then(|s| engine.next_event_of(s));
+            let event = self.held.as_ref().and_then(|held| engine.next_event_for(held));
             let Some(event) = event else {
                 if self.here(engine).is_some() {
                     return Ok(Polled::Pending);

@@ -137,8 +137,29 @@ fn most_events(seqs: usize) -> usize {
     seqs.saturating_mul(4)
 }
 
-/// One number for the regimes of all rotary tables. Of those that change, all change at lengths that their regime names, so the
-/// largest tells them apart.
+/// One number for the regimes of all rotary tables. None of them ever falls as a sequence grows, so their sum changes where one
+/// of them does.
 fn regime(ropes: &[RopeSpec], total: usize) -> u32 {
-    ropes.iter().map(|r| r.regime(total)).max().unwrap_or(0)
+    ropes.iter().map(|r| r.regime(total)).fold(0, u32::wrapping_add)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::{RopeScaling, RopeStyle};
+
+    #[test]
+    fn a_change_of_any_table_is_a_change_of_regime() {
+        let long = |original| {
+            let scaling = RopeScaling::Long { short: vec![1.0], long: vec![2.0], original, attention_factor: 1.0 };
+            RopeSpec { rotary: 2, style: RopeStyle::HalfSplit, theta: 1e4, scaling }
+        };
+        let dynamic = RopeSpec { scaling: RopeScaling::Dynamic { factor: 2.0, original: 24 }, rotary: 4, ..long(1) };
+        for ropes in [vec![long(8), long(16)], vec![long(16), dynamic.clone()], vec![dynamic, long(32)]] {
+            for total in 1..64 {
+                let changes = ropes.iter().any(|r| r.regime(total) != r.regime(total + 1));
+                assert_eq!(regime(&ropes, total) != regime(&ropes, total + 1), changes, "{ropes:?} at {total}");
+            }
+        }
+    }
 }

@@ -172,8 +172,7 @@ impl Engine {
             let (name, expected) = ("embedding", "a new sequence: of a held one the hidden states are gone");
             return Err(SubmitError::Parameter { name, expected, found: format!("sequence {seq}, which is held") });
         }
-        let known = held.tokens().to_vec();
-        let (run, new) = self.admit(request, &known)?;
+        let (run, new) = self.admit(request, held.tokens())?;
         self.ledger.resume(seq, &new.tokens, new.max_tokens, self.start.elapsed())?;
         self.runs.insert(seq, run);
         Ok(())
@@ -234,7 +233,7 @@ impl Engine {
     }
 
     /// Ties a sequence's life to a value: when that is dropped, the sequence ends in whatever state. From now on its events
-    /// come from [`next_event_of`](Self::next_event_of) alone.
+    /// come from [`next_event_of`](Self::next_event_of) and [`next_event_for`](Self::next_event_for) alone.
     pub fn own(&mut self, seq: SeqId) -> Held {
         self.owned.insert(seq);
         Held { seq, engine: Arc::downgrade(&self.released) }
@@ -245,8 +244,12 @@ impl Engine {
         (self.is_mine(held) && self.ledger.view(held.seq).is_some()).then_some(held.seq)
     }
 
-    /// True where `held` came from this engine.
-    pub fn is_mine(&self, held: &Held) -> bool {
+    /// The oldest event of the sequence that `held` owns. Of another engine's there is none.
+    pub fn next_event_for(&mut self, held: &Held) -> Option<Event> {
+        if self.is_mine(held) { self.next_event_of(held.seq) } else { None }
+    }
+
+    fn is_mine(&self, held: &Held) -> bool {
         std::ptr::eq(held.engine.as_ptr(), Arc::as_ptr(&self.released))
     }
 
