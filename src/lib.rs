@@ -100,7 +100,7 @@ pub use backend::cpu::Compute;
 pub use dtype::{FormatId, KvDType};
 pub use engine::{EmbedOptions, Engine, EngineConfig, Event, EventKind, FinishReason, Pooling, Request, Status};
 pub use error::{ConfigError, Error, LoadError, QuantError, RunError, SubmitError, TextError};
-pub use ids::{BlockId, SeqId, TokenId};
+pub use ids::{BlockCopy, BlockGroup, BlockId, MAX_GROUPS, SeqId, TokenId};
 pub use model::{MemoryPlan, ModelFiles, OpenOptions, SideTexts};
 pub use sample::SamplingParams;
 pub use sched::{Scheduler, StepBuilder};
