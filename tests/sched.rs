@@ -1,11 +1,12 @@
-//! The scheduler in seeded worlds: random arrivals, forks, cancels, follow-ups, failing steps, rotary regimes and pools that are
-//! too small, under a good policy, a random one and one that talks nonsense. After every act all invariants are recounted, and
-//! a fake cache, which holds for each slot what was written there, catches any block in a wrong table.
+//! The scheduler in seeded worlds: random arrivals, forks, cancels, follow-ups, pins, imports, failing steps, rotary regimes,
+//! windows and pools that are too small, under a good policy, a random one and one that talks nonsense. After every act all
+//! invariants are recounted, and a fake cache, which holds for each slot what was written there, catches any block in a wrong
+//! table.
 // A failed step of the test itself is a failed test.
 #![allow(clippy::unwrap_used)]
 
 use loquat::sched::*;
-use loquat::{BlockId, SeqId, SubmitError, TokenId};
+use loquat::{BlockCopy, BlockGroup, SeqId, SubmitError, TokenId};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
 
@@ -37,9 +38,9 @@ fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What a slot must hold: the tokens up to it and the regime they ran in.
-fn contents(tokens: impl Iterator<Item = TokenId>, regime: u32) -> impl Iterator<Item = u64> {
-    tokens.scan(u64::from(regime), |h, t| {
+/// What a slot must hold: the tokens up to it, and the key and the regime they ran in.
+fn contents(tokens: impl Iterator<Item = TokenId>, key: u64, regime: u32) -> impl Iterator<Item = u64> {
+    tokens.scan(u64::from(regime) ^ (key << 40), |h, t| {
         *h = mix(*h ^ (u64::from(t) << 32) ^ 0x5EED);
         Some(*h)
     })
@@ -80,7 +81,7 @@ impl Scheduler for Random {
         let ids: Vec<_> = step.running().chain(step.waiting()).map(|s| (s.id(), s.left())).collect();
         for (id, left) in ids {
             let _ = match rng.below(8) {
-                0 => Ok(usize::from(step.preempt(id, Preempt::Recompute))),
+                0 => Ok(usize::from(step.preempt(id, if rng.percent(50) { Preempt::Recompute } else { Preempt::Swap }))),
                 1 => continue,
                 2..5 if left == 1 => step.decode(id, rng.below(5)),
                 _ => step.prefill(id, rng.within(1, left)),
@@ -97,7 +98,8 @@ impl Scheduler for Nonsense {
         let rng = &mut self.0;
         for _ in 0..rng.below(30) {
             let id = self.1[rng.below(self.1.len())];
-            match rng.below(7) {
+            match rng.below(8) {
+                7 => drop(step.preempt(id, Preempt::Swap)),
                 0 => drop(step.prefill(id, usize::MAX)),
                 1 => drop(step.prefill(id, rng.below(4))),
                 2 => drop(step.decode(id, usize::MAX)),
@@ -118,10 +120,15 @@ struct World {
     rope: Rope,
     policy: Policy,
     good: ContinuousBatching,
-    /// What each slot of the cache holds.
-    slots: Vec<u64>,
+    /// What each slot of the cache holds, by group.
+    slots: Vec<Vec<u64>>,
+    /// The same of the host store.
+    store: Vec<Vec<u64>>,
     /// What the test knows of each living sequence.
     live: BTreeMap<SeqId, Vec<TokenId>>,
+    keys: HashMap<SeqId, u64>,
+    /// Pinned prefixes, and the lengths they were pinned for.
+    pins: Vec<(PinId, u64, Vec<TokenId>, usize)>,
     ended: HashMap<SeqId, &'static str>,
     ids: Vec<SeqId>,
     now: Duration,
@@ -142,7 +149,22 @@ impl World {
             1 => Rope::Long(rng.within(1, pool)),
             _ => Rope::Plain,
         };
+        // Usually one group that sees everything, sometimes windows alone, sometimes both.
+        let mut groups = vec![BlockGroup { blocks, window: rng.percent(15).then(|| rng.within(1, pool + 2)) }];
+        while groups.len() < 4 && rng.percent(40) {
+            let most = groups[groups.len() - 1].window.unwrap_or(pool + 2) - 1;
+            if most == 0 {
+                break;
+            }
+            groups.push(BlockGroup { blocks, window: Some(rng.within(1, most)) });
+        }
         let mut cfg = LedgerConfig::new(blocks, block_size, rng.within(2, pool + 8));
+        if rng.percent(50) {
+            cfg.swap = groups.iter().map(|_| rng.below(12)).collect();
+        }
+        let store = groups.iter().enumerate().map(|(g, _)| vec![0; cfg.swap.get(g).unwrap_or(&0) * block_size]).collect();
+        let slots = vec![vec![0; pool]; groups.len()];
+        cfg.groups = groups;
         cfg.max_seqs = rng.within(1, 20);
         cfg.step_seqs = rng.within(1, 9);
         cfg.step_tokens = rng.within(1, 24);
@@ -154,7 +176,10 @@ impl World {
         good.ageing = Duration::from_millis(rng.below(50) as u64);
         World {
             seed,
-            slots: vec![0; pool],
+            slots,
+            store,
+            keys: HashMap::new(),
+            pins: Vec::new(),
             ledger: Ledger::new(cfg).unwrap(),
             rope,
             policy,
@@ -182,9 +207,10 @@ impl World {
         assert!(self.ended.keys().all(|id| self.ledger.view(*id).is_none()));
     }
 
-    fn born(&mut self, id: SeqId, tokens: Vec<TokenId>) {
+    fn born(&mut self, id: SeqId, key: u64, tokens: Vec<TokenId>) {
         assert!(!self.ids.contains(&id), "{id} is given out twice");
         self.ids.push(id);
+        self.keys.insert(id, key);
         self.live.insert(id, tokens);
     }
 
@@ -208,13 +234,13 @@ impl World {
         let (n, max_tokens) = (self.rng.below(24), self.rng.below(16));
         let tokens = self.tokens(n);
         let (priority, hold) = (self.rng.within(0, 4) as i32 - 2, self.rng.percent(40));
-        let new = NewSeq { tokens: tokens.clone(), max_tokens, priority, hold, deadline: None };
-        let cfg = self.ledger.config();
-        let fits = n + max_tokens <= cfg.context && n + max_tokens <= cfg.blocks * cfg.block_size;
+        let key = u64::from(self.rng.percent(10));
+        let new = NewSeq { tokens: tokens.clone(), max_tokens, priority, hold, deadline: None, key };
+        let fits = n + max_tokens <= self.ledger.max_len();
         match self.ledger.submit(new, self.now) {
             Ok(id) => {
                 assert!(fits && n > 0 && max_tokens > 0);
-                self.born(id, tokens);
+                self.born(id, key, tokens);
             }
             Err(SubmitError::EmptyPrompt) => assert_eq!(n, 0),
             Err(SubmitError::NoTokens) => assert_eq!(max_tokens, 0),
@@ -226,9 +252,12 @@ impl World {
 
     /// One random call of the host. Those in the wrong state must be refused and change nothing: `check` compares.
     fn act(&mut self) {
-        let kind = self.rng.below(14);
-        if kind < 6 {
-            return self.submit();
+        let kind = self.rng.below(17);
+        match kind {
+            0..6 => return self.submit(),
+            14 => return self.pin(),
+            15 => return self.import(),
+            _ => {}
         }
         let Some(id) = self.some_id() else { return };
         let (now, len) = (self.now, self.rng.below(20));
@@ -253,10 +282,11 @@ impl World {
                     assert!(matches!(state, Some(SeqState::Held | SeqState::Running)));
                     assert_eq!(self.ledger.view(child).map(|s| s.state()), state);
                     let tokens = self.live[&id].clone();
-                    self.born(child, tokens);
+                    self.born(child, self.keys[&id], tokens);
                     self.growth += 1;
                 }
             }
+            16 => self.export(id),
             12 => {
                 if self.ledger.release(id).is_ok() {
                     assert_eq!(state, Some(SeqState::Held));
@@ -290,23 +320,110 @@ impl World {
             drop(step);
             StepInfo::default()
         };
+        // Preemptions stand, whatever becomes of the plan.
+        self.swap_out();
         assert_eq!(self.ledger.step_is_open(), info.items > 0);
         info
+    }
+
+    /// Pins what is cached of some sequence's tokens, or lets a pin go.
+    fn pin(&mut self) {
+        if self.rng.percent(50) {
+            if self.pins.is_empty() {
+                return;
+            }
+            let at = self.rng.below(self.pins.len());
+            let (pin, ..) = self.pins.swap_remove(at);
+            self.ledger.unpin(pin).unwrap();
+            assert!(self.ledger.unpin(pin).is_err(), "a second time");
+            return;
+        }
+        let Some(id) = self.some_id() else { return };
+        let Some(tokens) = self.live.get(&id).cloned() else { return };
+        let key = self.keys[&id];
+        if let Ok((pin, len)) = self.ledger.pin(key, &tokens, tokens.len()) {
+            assert!(len > 0 && len <= tokens.len() && len % self.ledger.config().block_size == 0);
+            self.growth += 1;
+            self.pins.push((pin, key, tokens[..len].to_vec(), tokens.len()));
+        }
+    }
+
+    /// What is pinned is found, whatever has happened.
+    fn check_pins(&mut self) {
+        for (_, key, tokens, total) in self.pins.clone() {
+            let (pin, len) = self.ledger.pin(key, &tokens, total).map_or((None, 0), |(pin, len)| (Some(pin), len));
+            // A second pin of the same may not fit beside the sequences there are.
+            assert!(pin.is_none() || len == tokens.len(), "{len} of {} pinned tokens are left", tokens.len());
+            pin.map(|pin| self.ledger.unpin(pin).unwrap());
+        }
+    }
+
+    /// Reads what is cached of a sequence.
+    fn export(&mut self, id: SeqId) {
+        let Ok((tokens, blocks)) = self.ledger.cached_blocks(id) else { return };
+        let (known, key) = (&self.live[&id], self.keys[&id]);
+        let bs = self.ledger.config().block_size;
+        let all: Vec<_> = contents(known.iter().copied(), key, self.rope.regime(known.len())).take(tokens).collect();
+        let mut seen = 0;
+        for b in &blocks {
+            let from = b.index * bs;
+            assert_eq!(self.slots[b.group][b.block.index() * bs..][..b.tokens], all[from..from + b.tokens], "{b:?} of {id}");
+            seen += usize::from(b.group == 0);
+        }
+        let group = self.ledger.config().groups[0];
+        assert_eq!(seen, tokens.div_ceil(bs) - group.first_block(tokens, bs));
+    }
+
+    /// Brings a prefix in from elsewhere, and sometimes breaks off.
+    fn import(&mut self) {
+        let (n, total, key) = (self.rng.below(30), self.rng.below(6), u64::from(self.rng.percent(10)));
+        let tokens = self.tokens(n + total);
+        let regime = self.rope.regime(tokens.len());
+        let all: Vec<_> = contents(tokens.iter().copied(), key, regime).collect();
+        let (bs, fails) = (self.ledger.config().block_size, self.rng.percent(20));
+        let (slots, rng) = (&mut self.slots, &mut self.rng);
+        let done = self.ledger.import(key, &tokens, n, |blocks| {
+            for b in blocks {
+                let slots = &mut slots[b.group][b.block.index() * bs..(b.block.index() + 1) * bs];
+                slots.iter_mut().for_each(|s| *s = rng.next());
+                slots[..b.tokens].copy_from_slice(&all[b.index * bs..][..b.tokens]);
+            }
+            if fails { Err(SubmitError::NoTokens) } else { Ok(()) }
+        });
+        assert!(!matches!(done, Err(SubmitError::NoTokens)) || fails);
+        self.growth += 1;
+    }
+
+    fn swap_out(&mut self) {
+        if self.rng.percent(5) {
+            return self.ledger.swap_failed();
+        }
+        let bs = self.ledger.config().block_size;
+        for &BlockCopy { group, from, to } in self.ledger.swap_outs() {
+            let values = self.slots[group][from.index() * bs..][..bs].to_vec();
+            self.store[group][to.index() * bs..][..bs].copy_from_slice(&values);
+        }
     }
 
     fn copy_blocks(&mut self) {
         // All reads before all writes, as a device might.
         let bs = self.ledger.config().block_size;
-        let block = |b: BlockId| b.index() * bs..(b.index() + 1) * bs;
-        let read: Vec<_> = self.ledger.copies().iter().map(|(from, to)| (self.slots[block(*from)].to_vec(), *to)).collect();
-        for (values, to) in read {
-            self.slots[block(to)].copy_from_slice(&values);
+        let read = |slots: &[Vec<u64>], c: &BlockCopy| (*c, slots[c.group][c.from.index() * bs..][..bs].to_vec());
+        let copies = self.ledger.copies().iter().map(|c| read(&self.slots, c));
+        let all: Vec<_> = copies.chain(self.ledger.swap_ins().iter().map(|c| read(&self.store, c))).collect();
+        for (copy, values) in all {
+            self.slots[copy.group][copy.to.index() * bs..][..bs].copy_from_slice(&values);
         }
     }
 
-    fn slot(&self, table: &[BlockId], position: usize) -> usize {
+    fn groups(&self) -> std::ops::Range<usize> {
+        0..self.ledger.config().groups.len()
+    }
+
+    /// The slot of a sequence's position.
+    fn slot(&self, seq: SeqId, group: usize, position: usize) -> usize {
         let bs = self.ledger.config().block_size;
-        table[position / bs].index() * bs + position % bs
+        self.ledger.view(seq).unwrap().block_table(group)[position / bs].index() * bs + position % bs
     }
 
     /// A forward pass that fails in the middle, and leaves rubbish.
@@ -315,11 +432,12 @@ impl World {
             self.copy_blocks();
         }
         for item in self.ledger.plan_items().to_vec() {
-            let table = self.ledger.view(item.seq).unwrap().block_table().to_vec();
-            for p in item.start..item.start + item.len + item.draft {
-                if self.rng.percent(60) {
-                    let slot = self.slot(&table, p);
-                    self.slots[slot] = self.rng.next();
+            for g in self.groups() {
+                for p in item.start..item.start + item.len + item.draft {
+                    if self.rng.percent(60) {
+                        let slot = self.slot(item.seq, g, p);
+                        self.slots[g][slot] = self.rng.next();
+                    }
                 }
             }
         }
@@ -336,13 +454,17 @@ impl World {
                 let regime = self.rope.regime(total);
                 assert_eq!(regime, self.rope.regime(total + item.draft), "a guess in another regime");
                 let all = seq.tokens()[..item.start + item.len].iter().chain(guesses).copied();
-                for (p, value) in contents(all, regime).enumerate() {
-                    let slot = self.slot(seq.block_table(), p);
-                    if read {
-                        assert_eq!(self.slots[slot], value, "{} at {p} of {item:?}", item.seq);
-                    } else if p >= item.start {
-                        assert!(written.insert(slot), "slot {slot} is written twice");
-                        self.slots[slot] = value;
+                for (p, value) in contents(all, self.keys[&item.seq], regime).enumerate() {
+                    for (g, group) in self.ledger.config().groups.iter().enumerate() {
+                        let seen = group.window.is_none_or(|w| p + w > item.start);
+                        if read && seen {
+                            let slot = self.slot(item.seq, g, p);
+                            assert_eq!(self.slots[g][slot], value, "{} at {p} of {item:?}, group {g}", item.seq);
+                        } else if !read && p >= item.start {
+                            let slot = self.slot(item.seq, g, p);
+                            assert!(written.insert((g, slot)), "slot {slot} of group {g} is written twice");
+                            self.slots[g][slot] = value;
+                        }
                     }
                 }
             }
@@ -367,7 +489,7 @@ impl World {
             if self.rng.percent(3) {
                 let _ = self.ledger.fork(item.seq, self.now).map(|child| {
                     let tokens = self.live[&item.seq].clone();
-                    self.born(child, tokens);
+                    self.born(child, self.keys[&item.seq], tokens);
                     self.growth += 1;
                     self.sampled(child);
                 });
@@ -424,7 +546,8 @@ impl World {
             info = self.plan(policy, true);
             self.check();
             if policy == Policy::Continuous && preempted == 0 {
-                assert_eq!(self.ledger.plan_items(), plan, "the plan after a failed step");
+                let first = |plan: &[PlanItem]| plan.first().map(|p| p.seq);
+                assert_eq!(first(self.ledger.plan_items()), first(&plan), "the plan after a failed step");
             }
         }
         let items = self.ledger.plan_items().to_vec();
@@ -448,7 +571,10 @@ impl World {
         let admitted = planned.iter().any(|id| state(*id) == SeqState::Waiting);
         let active = self.ledger.all().filter(|s| s.state() == SeqState::Running || planned.contains(&s.id()));
         let bs = self.ledger.config().block_size;
-        let needs = active.map(|s| (s.total() + 1).div_ceil(bs).saturating_sub(s.block_table().len()));
+        if self.ledger.config().groups[0].window.is_some() {
+            return;
+        }
+        let needs = active.map(|s| (s.total() + 1).div_ceil(bs).saturating_sub(s.block_table(0).len()));
         let (count, needed) = needs.fold((0, 0), |(n, sum), need| (n + 1, sum + need));
         assert!(!admitted || count == 1 || needed <= self.ledger.available_blocks(), "admitted without room: {plan:?}");
     }
@@ -472,6 +598,9 @@ impl World {
                 self.check();
             }
             self.step(self.policy, false);
+            if self.rng.percent(10) {
+                self.check_pins();
+            }
         }
         // Whatever the policy left behind, a good one brings to its end.
         self.preempted = self.ledger.all().map(|s| (s.id(), (s.preemptions(), usize::MAX))).collect();
@@ -489,8 +618,11 @@ impl World {
             self.ledger.release(id).unwrap();
             self.end(id, "released");
         }
+        for (pin, ..) in std::mem::take(&mut self.pins) {
+            self.ledger.unpin(pin).unwrap();
+        }
         self.check();
-        assert_eq!(self.ledger.free_blocks(), self.ledger.config().blocks, "a block leaked");
+        assert_eq!(self.ledger.available_blocks(), self.ledger.config().groups[0].blocks, "a block leaked");
         assert_eq!(self.ended.len(), self.ids.len(), "each ends once");
         self
     }

@@ -7,7 +7,7 @@ use crate::arch::RopeSpec;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::error::{ConfigError, Error, LoadError, reserved};
-use crate::ids::SeqId;
+use crate::ids::{BlockGroup, SeqId};
 use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transformer, Want};
 use crate::sample::Sampler;
 use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
@@ -82,7 +82,8 @@ impl Engine {
         let (spec, limits) = (model.spec(), model.limits());
         let ropes = spec.ropes.clone();
         let ledger = Ledger::new(LedgerConfig {
-            blocks: model.blocks(),
+            groups: vec![BlockGroup { blocks: model.blocks(), window: None }],
+            swap: Vec::new(),
             block_size: model.block_size(),
             max_seqs,
             step_seqs: limits.seqs,

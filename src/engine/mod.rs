@@ -255,8 +255,7 @@ impl Engine {
 
     /// The most tokens that one sequence can have, prompt and answer together: the model's context, or the cache.
     pub fn max_len(&self) -> usize {
-        let sizes = self.ledger.config();
-        sizes.context.min(sizes.blocks * sizes.block_size)
+        self.ledger.max_len()
     }
 
     /// The oldest event not yet taken, but for those of [owned](Self::own) sequences.
@@ -315,6 +314,7 @@ impl Engine {
             priority: request.priority,
             deadline: request.deadline,
             hold: request.hold,
+            key: 0,
         };
         Ok((run, new))
     }

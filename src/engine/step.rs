@@ -81,7 +81,8 @@ impl Engine {
     }
 
     fn lay_out(&mut self) -> Result<(), RunError> {
-        self.model.copy_blocks(self.ledger.copies())?;
+        let pairs: Vec<_> = self.ledger.copies().iter().map(|c| (c.from, c.to)).collect();
+        self.model.copy_blocks(&pairs)?;
         self.batch.clear();
         for item in self.ledger.plan_items() {
             let run = self.runs.get(&item.seq);
@@ -90,7 +91,7 @@ impl Engine {
                 tokens: &view.tokens()[item.start..item.start + item.len],
                 start: item.start,
                 total: view.total(),
-                blocks: view.block_table(),
+                blocks: view.block_table(0),
                 rows: run.map_or(RowsWanted::None, |run| run.rows(item)),
             })?;
         }

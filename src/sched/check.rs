@@ -1,9 +1,12 @@
 //! The ledger's invariants, recounted from nothing. For tests: the cost is the size of everything.
 #![forbid(unsafe_code)]
 
+use super::blocks::Hold;
 use super::ledger::Ledger;
 use super::seq::State;
 use super::step::Phase;
+use crate::cache::NodeId;
+use crate::ids::BlockId;
 use std::collections::{HashMap, HashSet};
 
 impl Ledger {
@@ -12,44 +15,94 @@ impl Ledger {
     /// # Panics
     /// Where an invariant is broken: a bug of this crate.
     pub fn check(&self) {
+        self.check_seqs();
         self.check_blocks();
         self.check_lists();
         self.check_step();
+        self.store.check(self.seqs.all(), &self.blocks);
     }
 
-    fn check_blocks(&self) {
+    fn check_seqs(&self) {
         let bs = self.cfg.block_size;
-        let [mut refs, mut active] = [(); 2].map(|()| vec![0; self.cfg.blocks]);
-        // Block, index in the table and the block before: sharers of one share all before.
-        let mut before = HashMap::new();
         for s in self.seqs.all() {
-            let valid = s.computed.div_ceil(bs);
             assert!(s.computed <= s.tokens.len() && s.tokens.len() <= s.limit.max(s.turn), "{}: lengths", s.id);
-            assert!(s.blocks.len() >= valid, "{}: {} blocks for {} cached tokens", s.id, s.blocks.len(), s.computed);
-            assert!(s.active() || s.blocks.len() == valid, "{}: idle, with room to spare", s.id);
-            if s.computed > 0 {
+            assert!(s.held.len() >= s.computed.div_ceil(bs), "{}: {} blocks, {} computed", s.id, s.held.len(), s.computed);
+            assert!(s.active() || s.held.is_empty() && s.computed == 0, "{}: holds blocks and does not run", s.id);
+            assert!(s.swap.tokens == 0 || s.state == State::Waiting, "{}: swapped out and does not wait", s.id);
+            assert!(s.swap.tokens == 0 || s.swap.tokens < s.tokens.len(), "{}: swapped out with nothing to run", s.id);
+            if s.computed > 0 && s.planned.is_none() {
                 assert_eq!(s.regime, (self.cfg.regime)(s.tokens.len()), "{}: regime", s.id);
             }
             if s.planned.is_none() && s.state != State::Held {
                 assert!(s.left() > 0 || s.state == State::Running, "{}: waits for nothing", s.id);
             }
-            let mut previous = None;
-            for (k, &b) in s.blocks.iter().enumerate() {
-                refs[b.index()] += 1;
-                active[b.index()] += u32::from(s.active());
-                assert!(k < valid || !self.kv.shared(b), "{}: {b:?} holds nothing and is shared", s.id);
-                if k < valid && s.planned.is_none() {
-                    assert_eq!(*before.entry(b).or_insert((k, previous)), (k, previous), "{}: before {b:?}", s.id);
+            for (g, group) in self.cfg.groups.iter().enumerate() {
+                let table = &s.held.tables[g];
+                assert_eq!(table.len(), s.held.len(), "{}: tables differ in length", s.id);
+                for (k, block) in table.iter().enumerate().skip(group.first_block(s.computed, bs)) {
+                    assert_ne!(*block, BlockId::NONE, "{}: block {k} of group {g} is missing", s.id);
                 }
-                previous = Some(b);
             }
         }
-        // A copy's source is held until the step is over.
-        for (from, _) in &self.step.copies {
-            refs[from.index()] += 1;
-            active[from.index()] += 1;
+    }
+
+    fn check_blocks(&self) {
+        let tree = &self.blocks.tree;
+        tree.check();
+        let groups = self.cfg.groups.len();
+        let holds = || self.seqs.all().map(|s| &s.held).chain(self.pins.holds());
+        let mut users: HashMap<NodeId, u32> = HashMap::new();
+        for hold in holds() {
+            self.check_path(hold);
+            hold.nodes.iter().for_each(|&n| *users.entry(n).or_default() += 1);
         }
-        self.kv.check(&refs, &active);
+        for node in tree.nodes() {
+            assert_eq!(tree.users(node), users.get(&node).copied().unwrap_or(0), "holders on {node:?}");
+        }
+        for g in 0..groups {
+            let pool = &self.blocks.pools[g];
+            let [mut refs, mut active] = [(); 2].map(|()| vec![0; pool.len()]);
+            let mut hold_on = |block: BlockId, is_active: bool| {
+                refs[block.index()] += 1;
+                active[block.index()] += u32::from(is_active);
+            };
+            for hold in holds() {
+                hold.tables[g].iter().filter(|b| **b != BlockId::NONE).for_each(|b| hold_on(*b, true));
+            }
+            // A copy's source is held until the step is over.
+            let sources: HashSet<_> = self.step.copies.iter().filter(|c| c.group == g).map(|c| c.from).collect();
+            self.step.copies.iter().filter(|c| c.group == g).for_each(|c| hold_on(c.from, true));
+            let windowed = self.cfg.groups[g].window.is_some();
+            for node in tree.nodes() {
+                let block = tree.block(node, g);
+                assert!(windowed || block.is_some(), "{node:?} has no block of group {g}");
+                assert!(block.is_some() || !tree.listed(g, node), "{node:?}: listed in {g} without a block");
+                if let Some(block) = block {
+                    hold_on(block, false);
+                    let listed = tree.listed(g, node) == (windowed && pool.idle(block));
+                    assert!(listed || sources.contains(&block), "{node:?}: listed in group {g} or not");
+                }
+            }
+            pool.check(&refs, &active);
+            let pinned = |hold: &Hold| hold.tables[g].iter().filter(|b| **b != BlockId::NONE).count();
+            assert_eq!(self.pins.blocks[g], self.pins.holds().map(pinned).sum::<usize>(), "pinned blocks of group {g}");
+        }
+        let longest = self.blocks.longest(&self.pins.blocks);
+        assert!(self.seqs.all().all(|s| s.limit <= longest), "a sequence could not run beside what is pinned");
+    }
+
+    /// A hold's nodes are a path, and where both have a block of it, it is the same.
+    fn check_path(&self, hold: &Hold) {
+        let tree = &self.blocks.tree;
+        let mut parent = None;
+        for (k, &node) in hold.nodes.iter().enumerate() {
+            assert_eq!(tree.parent(node), parent, "{node:?} is not the next of its path");
+            parent = Some(node);
+            for g in 0..self.cfg.groups.len() {
+                let block = hold.tables[g][k];
+                assert!(block == BlockId::NONE || tree.block(node, g) == Some(block), "{node:?} has another block");
+            }
+        }
     }
 
     fn check_lists(&self) {
@@ -61,13 +114,6 @@ impl Ledger {
             assert_eq!(listed, there, "{name}");
             assert_eq!(list.len(), there.len(), "{name}");
         }
-        let listed: HashSet<_> = self.seqs.iter(&self.seqs.idle).map(|s| s.id).collect();
-        assert_eq!(listed.len(), self.seqs.idle.len());
-        for s in self.seqs.all() {
-            let idle = !s.active() && !s.blocks.is_empty();
-            assert_eq!(listed.contains(&s.id), idle, "{}: idle", s.id);
-            assert_eq!(s.idle_listed(), idle, "{}: idle", s.id);
-        }
         assert_eq!(self.seqs.live(), self.seqs.all().count());
         assert!(self.seqs.live() <= self.cfg.max_seqs);
     }
@@ -77,7 +123,7 @@ impl Ledger {
         assert!(step.plan.len() <= self.cfg.step_seqs, "sequences in the step");
         assert!(step.plan.iter().map(|p| p.len + p.draft).sum::<usize>() <= self.cfg.step_tokens, "tokens in the step");
         if step.phase == Phase::Closed {
-            assert!(step.plan.is_empty() && step.copies.is_empty(), "a closed step with a plan");
+            assert!(step.plan.is_empty() && step.copies.is_empty() && self.store.ins.is_empty(), "a closed step with a plan");
         }
         let mut planned = 0;
         for (k, item) in step.plan.iter().enumerate() {
@@ -87,19 +133,21 @@ impl Ledger {
             planned += 1;
             let end = item.start + item.len + item.draft;
             assert!(item.len > 0 && item.draft <= self.cfg.max_draft && item.start == s.computed, "{item:?}");
-            assert!(item.start + item.len <= s.tokens.len() && s.blocks.len() * bs >= end, "{item:?}");
+            assert!(item.start + item.len <= s.tokens.len() && s.held.len() * bs >= end, "{item:?}");
             assert_eq!(item.last, item.start + item.len == s.tokens.len(), "{item:?}");
             assert!(item.draft == 0 || s.tokens.len() + item.draft < s.limit, "{item:?}");
-            for b in &s.blocks[item.start / bs..end.div_ceil(bs)] {
-                assert!(!self.kv.shared(*b), "{item:?} writes {b:?}, which is shared or copied from");
+            for g in 0..self.cfg.groups.len() {
+                for b in &s.held.tables[g][item.start / bs..end.div_ceil(bs)] {
+                    assert!(!self.blocks.pools[g].shared(*b), "{item:?} writes {b:?}, which is shared or copied from");
+                }
             }
         }
         assert_eq!(planned, self.seqs.all().filter(|s| s.planned.is_some()).count(), "sequences that say they are planned");
         let (mut from, mut to) = (HashSet::new(), HashSet::new());
-        for &(f, t) in &step.copies {
-            from.insert(f);
-            assert!(to.insert(t), "{t:?} is written by two copies");
+        for copy in step.copies.iter().chain(self.store.ins.iter()) {
+            assert!(to.insert((copy.group, copy.to)), "{copy:?}: its block is written by two copies");
         }
+        from.extend(step.copies.iter().map(|copy| (copy.group, copy.from)));
         assert!(from.is_disjoint(&to), "a block is both copied and written");
     }
 }

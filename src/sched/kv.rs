@@ -1,5 +1,6 @@
-//! The pool as the ledger sees it: for each block also how many of its holders are *active* (running, or in the open step),
-//! so that the number of blocks that could be had is known without a search.
+//! One group's pool as the ledger sees it: for each block also how many of its holders are *active* (running sequences, pins,
+//! copies of the open step), so that the number of blocks that could be had is known without a search. Every other holder is a
+//! node of the prefix tree.
 //!
 //! Invariants: `active <= refs`; `reclaimable` is the number of held blocks without an active holder.
 #![forbid(unsafe_code)]
@@ -28,6 +29,7 @@ impl Kv {
         Some(block)
     }
 
+    /// One more holder: active, or the tree.
     pub(super) fn retain(&mut self, block: BlockId, active: bool) {
         self.change(block, |kv| {
             kv.pool.retain(block);
@@ -35,6 +37,7 @@ impl Kv {
         });
     }
 
+    /// One holder less.
     pub(super) fn release(&mut self, block: BlockId, active: bool) {
         self.change(block, |kv| {
             kv.active[block.index()] -= u32::from(active);
@@ -42,36 +45,32 @@ impl Kv {
         });
     }
 
-    pub(super) fn activate(&mut self, block: BlockId) {
-        self.change(block, |kv| kv.active[block.index()] += 1);
-    }
-
-    pub(super) fn deactivate(&mut self, block: BlockId) {
-        self.change(block, |kv| kv.active[block.index()] -= 1);
-    }
-
     /// Somebody else holds it than the one who asks: it must not be written.
     pub(super) fn shared(&self, block: BlockId) -> bool {
         self.pool.refs(block) > 1
     }
 
-    /// Holders that cannot lose it.
+    /// Holders that are active.
     pub(super) fn users(&self, block: BlockId) -> u32 {
         self.active[block.index()]
     }
 
-    /// Held, and by idle sequences only.
+    /// Held by the tree only.
     pub(super) fn idle(&self, block: BlockId) -> bool {
         self.active[block.index()] == 0 && self.pool.refs(block) > 0
     }
 
-    /// Blocks that could be had: free ones, and those that only idle sequences hold.
+    /// Blocks that could be had: free ones, and those that only the tree holds.
     pub(super) fn available(&self) -> usize {
         self.pool.free() + self.reclaimable
     }
 
-    pub(super) fn pool(&self) -> &BlockPool {
-        &self.pool
+    pub(super) fn free(&self) -> usize {
+        self.pool.free()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.pool.len()
     }
 
     fn change(&mut self, block: BlockId, act: impl FnOnce(&mut Self)) {

@@ -1,21 +1,27 @@
 //! The mechanism of scheduling: every sequence, every block, and what may become of them. It decides nothing: policies do,
 //! through [`StepBuilder`](super::StepBuilder), and hosts do, through the calls below. Knows no model, no bytes and no clock.
 //!
-//! | a sequence's positions | in the cache | its blocks there |
+//! | a running sequence's positions | in the cache | its blocks there |
 //! | --- | --- | --- |
-//! | `0..cached` | valid, in the regime of its length | may be shared with other sequences |
+//! | `0..cached` | valid, in the regime of its length | whole ones lie in the prefix tree, for everybody |
 //! | `cached..total` | to be run | its own; a block that is shared is copied before it is written |
 //!
-//! Invariants: what waits or is held can lose its blocks, from the end, the least recently used first; what runs cannot. Two
-//! sequences that share a block share all blocks before it. A sequence's memory is reserved when it is submitted or resumed, so
-//! that a step allocates nothing. A failed call changes nothing.
+//! What does not run holds no blocks: what was computed of it lies in the tree, and is found again when it is admitted, as far as
+//! nobody needed the room. So is what any other sequence with the same key has computed.
+//!
+//! Invariants: a block is held by what runs, by pins and by the tree. At most `step_seqs` sequences run. A sequence's memory is
+//! reserved when it is submitted or resumed, so that a step allocates nothing. A failed call changes nothing.
 #![forbid(unsafe_code)]
 
-use super::kv::Kv;
+use super::blocks::{Blocks, Hold, refused, reserve};
+use super::pins::Pins;
 use super::seq::{Seq, SeqView, Slab, State};
 use super::step::Step;
+use super::swap::{Store, Swapped};
+use crate::cache::RootKey;
 use crate::error::{ConfigError, SubmitError};
-use crate::ids::{BlockId, SeqId, TokenId};
+use crate::ids::{BlockGroup, MAX_GROUPS, SeqId, TokenId};
+use std::mem;
 use std::time::Duration;
 
 /// Names the rotary regime of a sequence of so many known tokens: cached keys are valid only in the regime that they were
@@ -24,13 +30,15 @@ pub type Regime = Box<dyn Fn(usize) -> u32 + Send>;
 
 /// Sizes of a [`Ledger`].
 pub struct LedgerConfig {
-    /// Blocks in the cache.
-    pub blocks: usize,
+    /// The cache's pools of blocks, by how far back their layers reach: 1 to [`MAX_GROUPS`].
+    pub groups: Vec<BlockGroup>,
+    /// For each group the blocks of the host store, for [`Preempt::Swap`](super::Preempt::Swap); empty: there is none.
+    pub swap: Vec<usize>,
     /// Tokens in a block.
     pub block_size: usize,
     /// Sequences at a time, whatever their state.
     pub max_seqs: usize,
-    /// Sequences in one step.
+    /// Sequences in one step, and the most that run at a time.
     pub step_seqs: usize,
     /// Tokens in one step, guesses included.
     pub step_tokens: usize,
@@ -43,11 +51,12 @@ pub struct LedgerConfig {
 }
 
 impl LedgerConfig {
-    /// Room for `blocks` blocks of `block_size` tokens and a model of `context` positions; the rest at moderate values: 1024
-    /// sequences, steps of 256 sequences and 2048 tokens, no drafts.
+    /// Room for `blocks` blocks of `block_size` tokens and a model of `context` positions without windows; the rest at moderate
+    /// values: 1024 sequences, steps of 256 sequences and 2048 tokens, no drafts, no host store.
     pub fn new(blocks: usize, block_size: usize, context: usize) -> Self {
         LedgerConfig {
-            blocks,
+            groups: vec![BlockGroup { blocks, window: None }],
+            swap: Vec::new(),
             block_size,
             max_seqs: 1024,
             step_seqs: 256,
@@ -70,8 +79,11 @@ pub struct NewSeq {
     pub priority: i32,
     /// When its owner would like it done. Policies may look at it; the ledger does not.
     pub deadline: Option<Duration>,
-    /// Keep it with what it has cached when it finishes, for a follow-up.
+    /// Keep it when it finishes, for a follow-up.
     pub hold: bool,
+    /// Cached blocks are shared among sequences of one key only: what else than tokens decides what they hold, as an adapter
+    /// does, or who may profit from whom.
+    pub key: u64,
 }
 
 /// Sequences by state.
@@ -85,23 +97,50 @@ pub struct Counts {
     pub held: usize,
 }
 
+/// What the cache has done so far, and holds now. Blocks are those of the first group.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[non_exhaustive]
+pub struct CacheStats {
+    /// Blocks there are.
+    pub blocks: usize,
+    /// Of them, blocks that running sequences and pins hold.
+    pub active: usize,
+    /// Of them, blocks that only the prefix tree holds: they can be had.
+    pub cached: usize,
+    /// Nodes of the prefix tree.
+    pub nodes: usize,
+    /// Known tokens of all sequences admitted, each time they were.
+    pub looked_up_tokens: u64,
+    /// Of them, tokens that were found cached and not run again.
+    pub hit_tokens: u64,
+    /// Blocks of all groups that the tree had to give up.
+    pub evicted_blocks: u64,
+    /// Times a sequence lost its place.
+    pub preemptions: u64,
+    /// Of them, with its blocks moved to the host store.
+    pub swaps: u64,
+}
+
 /// See the module's documentation.
 pub struct Ledger {
     pub(super) cfg: LedgerConfig,
     pub(super) seqs: Slab,
-    pub(super) kv: Kv,
+    pub(super) blocks: Blocks,
+    pub(super) store: Store,
+    pub(super) pins: Pins,
     pub(super) step: Step,
+    /// Only what it counts itself.
+    pub(super) stats: CacheStats,
 }
 
 impl Ledger {
     /// An empty ledger.
     ///
     /// # Errors
-    /// [`ConfigError::Invalid`] for a size of 0, and where slots or positions would not fit 32 bits;
+    /// [`ConfigError::Invalid`] for a size of 0, groups out of order, and where slots or positions would not fit 32 bits;
     /// [`ConfigError::Refused`] where the system has not the memory.
-    pub fn new(cfg: LedgerConfig) -> Result<Self, ConfigError> {
+    pub fn new(mut cfg: LedgerConfig) -> Result<Self, ConfigError> {
         let sizes = [
-            ("blocks", cfg.blocks),
             ("block_size", cfg.block_size),
             ("max_seqs", cfg.max_seqs),
             ("step_seqs", cfg.step_seqs),
@@ -113,17 +152,38 @@ impl Ledger {
                 return Err(ConfigError::invalid(name, "1 to 2^32 - 1", size));
             }
         }
-        let slots = cfg.blocks.checked_mul(cfg.block_size);
-        if slots.is_none_or(|s| u32::try_from(s).is_err()) {
-            return Err(ConfigError::invalid(
-                "blocks * block_size",
-                "at most 2^32 - 1",
-                format!("{} * {}", cfg.blocks, cfg.block_size),
-            ));
+        if !(1..=MAX_GROUPS).contains(&cfg.groups.len()) {
+            return Err(ConfigError::invalid("groups", format!("1 to {MAX_GROUPS}"), cfg.groups.len()));
+        }
+        let reach = |g: &BlockGroup| g.window.unwrap_or(usize::MAX);
+        for (g, group) in cfg.groups.iter().enumerate() {
+            let slots = group.blocks.checked_mul(cfg.block_size);
+            if group.blocks == 0 || slots.is_none_or(|s| u32::try_from(s).is_err()) {
+                let found = format!("{} * {} in group {g}", group.blocks, cfg.block_size);
+                return Err(ConfigError::invalid("blocks * block_size", "1 to 2^32 - 1", found));
+            }
+            if group.window == Some(0) || (g > 0 && reach(group) >= reach(&cfg.groups[g - 1])) {
+                let found = format!("{:?} in group {g}", group.window);
+                return Err(ConfigError::invalid("window", "at least 1, and less from group to group", found));
+            }
+        }
+        if !cfg.swap.is_empty() && cfg.swap.len() != cfg.groups.len() {
+            return Err(ConfigError::invalid("swap", format!("a size for each of {} groups", cfg.groups.len()), cfg.swap.len()));
+        }
+        if cfg.swap.iter().all(|n| *n == 0) {
+            cfg.swap.clear();
         }
         // A step holds at most one item a token, and no more sequences than there can be.
         let items = cfg.step_seqs.min(cfg.step_tokens).min(cfg.max_seqs);
-        Ok(Ledger { kv: Kv::new(cfg.blocks)?, seqs: Slab::new(), step: Step::new(items)?, cfg })
+        Ok(Ledger {
+            blocks: Blocks::new(cfg.block_size, &cfg.groups)?,
+            store: Store::new(&cfg.swap)?,
+            pins: Pins::default(),
+            seqs: Slab::new(),
+            step: Step::new(items, cfg.groups.len())?,
+            stats: CacheStats::default(),
+            cfg,
+        })
     }
 
     /// Takes a sequence in, as waiting. Reserves the memory of its whole life.
@@ -145,12 +205,13 @@ impl Ledger {
     pub fn submit_any(&mut self, new: NewSeq, now: Duration) -> Result<SeqId, SubmitError> {
         let limit = self.admissible(new.tokens.len(), new.max_tokens)?;
         self.room_for_one_more()?;
-        let (mut tokens, mut blocks) = (new.tokens, Vec::new());
-        let max_blocks = limit.div_ceil(self.cfg.block_size);
-        reserve(&mut tokens, limit).and_then(|()| reserve(&mut blocks, max_blocks)).map_err(|()| refused(limit, max_blocks))?;
-        let i = self.seqs.insert(State::Vacant, tokens, limit, blocks);
+        let mut tokens = new.tokens;
+        let mut memory = (Hold::default(), Swapped::default());
+        self.reserve(limit, &mut tokens, &mut memory.0, &mut memory.1)?;
+        let i = self.seqs.insert(State::Vacant, tokens, limit, memory);
         let seq = &mut self.seqs[i];
-        (seq.arrival, seq.priority, seq.deadline, seq.hold) = (now, new.priority, new.deadline, new.hold);
+        (seq.arrival, seq.priority, seq.deadline) = (now, new.priority, new.deadline);
+        (seq.hold, seq.key) = (new.hold, new.key);
         let id = seq.id;
         self.seqs.enlist(i, State::Waiting);
         Ok(id)
@@ -168,15 +229,14 @@ impl Ledger {
             return Err(SubmitError::NoTokens);
         }
         let limit = self.admissible(total, max_tokens)?;
-        let max_blocks = limit.div_ceil(self.cfg.block_size);
         let s = &mut self.seqs[i];
-        let room = reserve(&mut s.tokens, limit).and_then(|()| reserve(&mut s.blocks, max_blocks));
-        room.map_err(|()| refused(limit, max_blocks))?;
+        let (mut tokens, mut held, mut swap) = (mem::take(&mut s.tokens), mem::take(&mut s.held), mem::take(&mut s.swap));
+        let room = self.reserve(limit, &mut tokens, &mut held, &mut swap);
+        let s = &mut self.seqs[i];
+        (s.tokens, s.held, s.swap) = (tokens, held, swap);
+        room?;
         s.tokens.extend_from_slice(more);
-        (s.turn, s.limit, s.arrival) = (total, limit, now);
-        let computed = s.computed.min(total - 1);
-        self.lower(i, computed);
-        self.follow_regime(i);
+        (s.turn, s.limit, s.arrival, s.hit) = (total, limit, now, None);
         self.seqs.enlist(i, State::Waiting);
         Ok(())
     }
@@ -194,46 +254,39 @@ impl Ledger {
         }
         s.tokens.truncate(len);
         (s.turn, s.limit) = (len, len);
-        let computed = s.computed.min(len);
-        self.lower(i, computed);
-        self.follow_regime(i);
         Ok(())
     }
 
-    /// A second sequence with the same tokens and the same cached blocks, in the same state. Blocks are copied when one of the
-    /// two first writes into them.
+    /// A second sequence with the same tokens, in the same state. Where it runs it has the same blocks; a block is copied when one
+    /// of the two first writes into it.
     ///
     /// # Errors
     /// [`SubmitError::Sequence`] for one that is neither held nor running, or whose run is in the open step;
-    /// [`SubmitError::QueueFull`], [`SubmitError::Refused`].
+    /// [`SubmitError::QueueFull`] where as many sequences are there, or run, as there may; [`SubmitError::Refused`].
     pub fn fork(&mut self, seq: SeqId, now: Duration) -> Result<SeqId, SubmitError> {
         let i = self.unplanned(seq, "held or running")?;
         if self.seqs[i].state == State::Waiting {
             return Err(self.misuse(seq, "held or running"));
         }
         self.room_for_one_more()?;
+        if self.seqs[i].state == State::Running && self.running() >= self.cfg.step_seqs {
+            return Err(SubmitError::QueueFull { limit: self.cfg.step_seqs });
+        }
+        let limit = self.seqs[i].limit;
+        let (mut tokens, mut memory) = (Vec::new(), (Hold::default(), Swapped::default()));
+        self.reserve(limit, &mut tokens, &mut memory.0, &mut memory.1)?;
         let parent = &self.seqs[i];
-        let (limit, max_blocks) = (parent.limit, parent.limit.div_ceil(self.cfg.block_size));
-        let (mut tokens, mut blocks) = (Vec::new(), Vec::new());
-        reserve(&mut tokens, limit).and_then(|()| reserve(&mut blocks, max_blocks)).map_err(|()| refused(limit, max_blocks))?;
         tokens.extend_from_slice(&parent.tokens);
-        let k = self.seqs.insert(State::Vacant, tokens, limit, blocks);
-        let (parent, active) = (&self.seqs[i], self.seqs[i].active());
-        let (state, turn, hold, computed) = (parent.state, parent.turn, parent.hold, parent.computed);
-        let (regime, priority, deadline) = (parent.regime, parent.priority, parent.deadline);
+        self.blocks.share(&parent.held, parent.computed.div_ceil(self.cfg.block_size), &mut memory.0);
+        let k = self.seqs.insert(State::Vacant, tokens, limit, memory);
+        let parent = &self.seqs[i];
+        let (state, turn, hold, computed, hit) = (parent.state, parent.turn, parent.hold, parent.computed, parent.hit);
+        let (regime, priority, deadline, key) = (parent.regime, parent.priority, parent.deadline, parent.key);
         let child = &mut self.seqs[k];
-        (child.turn, child.hold, child.computed, child.regime) = (turn, hold, computed, regime);
-        (child.priority, child.deadline, child.arrival) = (priority, deadline, now);
+        (child.turn, child.hold, child.computed, child.regime, child.hit) = (turn, hold, computed, regime, hit);
+        (child.priority, child.deadline, child.arrival, child.key) = (priority, deadline, now, key);
         let id = child.id;
-        for b in 0..computed.div_ceil(self.cfg.block_size) {
-            let block = self.seqs[i].blocks[b];
-            self.kv.retain(block, active);
-            self.seqs[k].blocks.push(block);
-        }
         self.seqs.enlist(k, state);
-        if !active {
-            self.seqs.rest(k);
-        }
         Ok(id)
     }
 
@@ -268,7 +321,9 @@ impl Ledger {
             self.remove(i);
             return Ok(false);
         }
-        self.retire(i, State::Held);
+        self.vacate(i);
+        self.store.drop_slots(&mut self.seqs[i].swap);
+        self.seqs.enlist(i, State::Held);
         Ok(true)
     }
 
@@ -283,7 +338,7 @@ impl Ledger {
     }
 
     /// Ends a sequence in whatever state, even in the open step: its blocks are back at once, and given out by the next step
-    /// at the earliest. Forks of it go on.
+    /// at the earliest. Forks of it go on, and what was computed of it stays cached as long as nobody needs the room.
     ///
     /// # Errors
     /// [`SubmitError::Sequence`] for one that is gone.
@@ -309,14 +364,44 @@ impl Ledger {
         Counts { waiting, running, held: self.seqs.live() - waiting - running }
     }
 
-    /// Blocks that nothing holds.
+    /// Blocks of the first group that nothing holds, not even the prefix tree.
     pub fn free_blocks(&self) -> usize {
-        self.kv.pool().free()
+        self.blocks.pools[0].free()
     }
 
-    /// Free blocks, and those that could be taken from waiting and held sequences.
+    /// Blocks of the first group that could be had: free ones, and those that only the prefix tree holds.
     pub fn available_blocks(&self) -> usize {
-        self.kv.available()
+        self.blocks.pools[0].available()
+    }
+
+    /// Tokens that a waiting or held sequence would find cached were it admitted now; of a running one, those it has. Cost:
+    /// O(tokens).
+    pub fn cached_prefix(&self, seq: SeqId) -> usize {
+        let Some(s) = self.seqs.find(seq).map(|i| &self.seqs[i]) else { return 0 };
+        if s.active() {
+            return s.computed;
+        }
+        let most = s.tokens.len().saturating_sub(usize::from(s.state == State::Waiting));
+        self.blocks.find(self.key_of(s), &s.tokens[..most], |_| ()).tokens.max(s.swap.tokens)
+    }
+
+    /// What the cache has done so far, and holds now.
+    pub fn stats(&self) -> CacheStats {
+        let pool = &self.blocks.pools[0];
+        let cached = pool.available() - pool.free();
+        CacheStats {
+            blocks: pool.len(),
+            active: pool.len() - pool.available(),
+            cached,
+            nodes: self.blocks.tree.len(),
+            evicted_blocks: self.blocks.evicted,
+            ..self.stats
+        }
+    }
+
+    /// The longest sequence that it could run, prompt and growth together: by the context, the cache and what is pinned there.
+    pub fn max_len(&self) -> usize {
+        self.cfg.context.min(self.blocks.longest(&self.pins.blocks))
     }
 
     /// The sizes it was built with.
@@ -330,7 +415,8 @@ impl Ledger {
             return Err(SubmitError::EmptyPrompt);
         }
         let tokens = prompt.saturating_add(max_tokens);
-        for (what, limit) in [("the context", self.cfg.context), ("the cache", self.cfg.blocks * self.cfg.block_size)] {
+        let cache = if self.pins.is_empty() { "the cache" } else { "the cache beside what is pinned" };
+        for (what, limit) in [("the context", self.cfg.context), (cache, self.blocks.longest(&self.pins.blocks))] {
             if tokens > limit {
                 return Err(SubmitError::TooLong { tokens, what, limit });
             }
@@ -371,78 +457,47 @@ impl Ledger {
         SubmitError::Sequence { seq, expected, found }
     }
 
+    /// Where a sequence's blocks are looked for, and shared.
+    pub(super) fn key_of(&self, s: &Seq) -> RootKey {
+        RootKey { key: s.key, regime: (self.cfg.regime)(s.tokens.len()) }
+    }
+
+    /// Sequences that run, and those that the open step admits.
+    pub(super) fn running(&self) -> usize {
+        self.seqs.running.len() + self.step.admitted
+    }
+
     /// Cached keys of another regime are worthless.
     fn follow_regime(&mut self, i: usize) {
         let s = &self.seqs[i];
         if s.computed > 0 && (self.cfg.regime)(s.tokens.len()) != s.regime {
-            self.lower(i, 0);
+            self.vacate(i);
         }
     }
 
-    /// Forgets what is cached from `computed` on. Blocks past that are worth their room only: an active sequence keeps those
-    /// that it has alone, to write them again, and gives the shared ones back.
-    pub(super) fn lower(&mut self, i: usize, computed: usize) {
-        let (seq, kv) = (&mut self.seqs[i], &mut self.kv);
-        seq.computed = computed;
-        let active = seq.active();
-        let valid = computed.div_ceil(self.cfg.block_size);
-        let mut kept = valid;
-        for k in valid..seq.blocks.len() {
-            let block = seq.blocks[k];
-            if active && !kv.shared(block) {
-                seq.blocks[kept] = block;
-                kept += 1;
-            } else {
-                kv.release(block, active);
-            }
-        }
-        seq.blocks.truncate(kept);
-        if kept == 0 {
-            self.seqs.unrest(i);
-        }
-    }
-
-    /// Takes a running sequence's place away: it keeps what is cached until somebody needs the room.
-    pub(super) fn retire(&mut self, i: usize, state: State) {
-        let was_active = self.seqs[i].active();
-        self.seqs.enlist(i, state);
-        if was_active {
-            self.deactivate(i);
-        }
-        let computed = self.seqs[i].computed;
-        self.lower(i, computed);
-    }
-
-    pub(super) fn deactivate(&mut self, i: usize) {
-        for &block in &self.seqs[i].blocks {
-            self.kv.deactivate(block);
-        }
-        self.seqs.rest(i);
-    }
-
-    pub(super) fn activate(&mut self, i: usize) {
-        self.seqs.unrest(i);
-        for &block in &self.seqs[i].blocks {
-            self.kv.activate(block);
-        }
+    /// Leaves what is computed of a sequence to the tree: it holds nothing any more.
+    pub(super) fn vacate(&mut self, i: usize) {
+        let s = &mut self.seqs[i];
+        let key = RootKey { key: s.key, regime: s.regime };
+        self.blocks.retire(&mut s.held, key, &s.tokens[..s.computed]);
+        s.computed = 0;
     }
 
     fn remove(&mut self, i: usize) {
-        let seq = &mut self.seqs[i];
-        let active = seq.active();
-        for block in seq.blocks.drain(..) {
-            self.kv.release(block, active);
+        if self.seqs[i].planned.is_some() {
+            // Its blocks may not hold yet what they are to hold.
+            self.blocks.release(&mut self.seqs[i].held);
+            self.seqs[i].computed = 0;
         }
+        self.vacate(i);
+        self.store.drop_slots(&mut self.seqs[i].swap);
         self.seqs.remove(i);
     }
-}
 
-/// Room for `len` values in all.
-fn reserve<T>(list: &mut Vec<T>, len: usize) -> Result<(), ()> {
-    list.try_reserve_exact(len.saturating_sub(list.len())).map_err(|_| ())
-}
-
-fn refused(tokens: usize, blocks: usize) -> SubmitError {
-    let needed_bytes = (tokens * size_of::<TokenId>() + blocks * size_of::<BlockId>()) as u64;
-    SubmitError::Refused { tokens, needed_bytes }
+    /// The memory of a sequence's whole life.
+    fn reserve(&self, limit: usize, tokens: &mut Vec<TokenId>, held: &mut Hold, swap: &mut Swapped) -> Result<(), SubmitError> {
+        let (blocks, groups) = (limit.div_ceil(self.cfg.block_size), self.cfg.groups.len());
+        let room = reserve(tokens, limit).and_then(|()| held.reserve(blocks, groups));
+        room.and_then(|()| swap.reserve(blocks, &self.store)).map_err(|()| refused(limit, blocks, groups))
+    }
 }

@@ -47,7 +47,7 @@
 //!     }
 //! }
 //! assert_eq!(ended, [short, long]);
-//! assert_eq!(ledger.free_blocks(), 64);
+//! assert_eq!(ledger.available_blocks(), 64);
 //! # Ok::<(), loquat::Error>(())
 //! ```
 //!
@@ -55,15 +55,19 @@
 //! budget. Those of the mechanism are in the modules, and [`Ledger::check`] recounts them.
 #![forbid(unsafe_code)]
 
+mod blocks;
 mod check;
 mod continuous;
 mod kv;
 mod ledger;
+mod pins;
 mod seq;
 mod step;
+mod swap;
 
 pub use continuous::ContinuousBatching;
-pub use ledger::{Counts, Ledger, LedgerConfig, NewSeq, Regime};
+pub use ledger::{CacheStats, Counts, Ledger, LedgerConfig, NewSeq, Regime};
+pub use pins::{CachedBlock, PinId};
 pub use seq::{SeqState, SeqView};
 pub use step::{PlanItem, StepBuilder, StepInfo};
 
@@ -94,6 +98,8 @@ pub enum NoRoom {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Preempt {
-    /// They are given up as others need them, and computed anew.
+    /// They stay in the prefix cache as long as nobody needs the room; what is gone by then is computed anew.
     Recompute,
+    /// They are moved to host memory, too, and moved back instead of computed anew.
+    Swap,
 }

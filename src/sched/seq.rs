@@ -2,6 +2,8 @@
 //! so that moving a sequence from one list to another costs the same however long they are.
 #![forbid(unsafe_code)]
 
+use super::blocks::Hold;
+use super::swap::Swapped;
 use crate::ids::{BlockId, SeqId, TokenId};
 use std::time::Duration;
 
@@ -9,11 +11,11 @@ use std::time::Duration;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum SeqState {
-    /// Has tokens to run and is not admitted. What it has cached can be taken from it.
+    /// Has tokens to run and is not admitted. What was computed of it lies in the prefix cache, as long as nobody needs the room.
     Waiting,
     /// Admitted: its blocks are its own until it ends or is preempted.
     Running,
-    /// Finished and kept for a follow-up. What it has cached can be taken from it.
+    /// Finished and kept for a follow-up: its tokens are. What was computed of it lies in the prefix cache.
     Held,
 }
 
@@ -61,13 +63,19 @@ impl<'a> SeqView<'a> {
         self.0.tokens.len()
     }
 
-    /// Tokens whose keys and values are in the cache: the first position of the next run.
+    /// Tokens whose keys and values it has in blocks of its own: the first position of the next run. 0 unless it runs; for what
+    /// a waiting one would find in the prefix cache see [`Ledger::cached_prefix`](super::Ledger::cached_prefix).
     pub fn cached(self) -> usize {
         self.0.computed
     }
 
+    /// Tokens that it found cached when it was first admitted since it was submitted or resumed, and did not run.
+    pub fn hit(self) -> usize {
+        self.0.hit.unwrap_or(0)
+    }
+
     /// Known tokens still to run: 1 for a decode row, more during a prefill, 0 between a commit and the token sampled
-    /// from it.
+    /// from it. Of a waiting one all, though it may find a part of them cached.
     pub fn left(self) -> usize {
         self.0.left()
     }
@@ -87,9 +95,15 @@ impl<'a> SeqView<'a> {
         self.0.preemptions
     }
 
-    /// Its blocks in the order of positions. During a step they cover what the step runs.
-    pub fn block_table(self) -> &'a [BlockId] {
-        &self.0.blocks
+    /// Its blocks of a group in the order of positions, [`BlockId::NONE`] where they lie behind the group's window and were given
+    /// back. During a step they cover what the step runs. Empty unless it runs.
+    pub fn block_table(self, group: usize) -> &'a [BlockId] {
+        self.0.held.tables.get(group).map_or(&[], Vec::as_slice)
+    }
+
+    /// It was swapped out: its blocks lie in host memory.
+    pub fn swapped(self) -> bool {
+        self.0.swap.tokens > 0
     }
 }
 
@@ -104,7 +118,10 @@ pub(super) enum State {
 pub(super) struct Seq {
     pub(super) id: SeqId,
     pub(super) state: State,
+    /// To be held when it finishes.
     pub(super) hold: bool,
+    /// What must agree, besides tokens, for blocks to be shared.
+    pub(super) key: u64,
     pub(super) tokens: Vec<TokenId>,
     /// Known tokens when it was submitted or resumed.
     pub(super) turn: usize,
@@ -113,14 +130,17 @@ pub(super) struct Seq {
     pub(super) computed: usize,
     /// The regime that `computed` tokens were computed in; means nothing where there are none.
     pub(super) regime: u32,
-    pub(super) blocks: Vec<BlockId>,
+    /// See [`SeqView::hit`]; none before the first admission.
+    pub(super) hit: Option<usize>,
+    pub(super) held: Hold,
+    pub(super) swap: Swapped,
     pub(super) arrival: Duration,
     pub(super) priority: i32,
     pub(super) deadline: Option<Duration>,
     pub(super) preemptions: u32,
     /// Its item in the plan of the open step.
     pub(super) planned: Option<u32>,
-    links: [Link; 2],
+    link: Link,
 }
 
 impl Seq {
@@ -128,24 +148,23 @@ impl Seq {
         self.tokens.len() - self.computed
     }
 
-    /// Its blocks cannot be taken from it.
+    /// It runs, or is about to.
     pub(super) fn active(&self) -> bool {
         self.state == State::Running || self.planned.is_some()
     }
 
-    pub(super) fn idle_listed(&self) -> bool {
-        self.links[IDLE].listed
+    /// Tokens whose keys and values are in its blocks.
+    pub(super) fn done(&self) -> &[TokenId] {
+        &self.tokens[..self.computed]
     }
 }
 
 /// The slots and the lists through them.
 pub(super) struct Slab {
     slots: Vec<Seq>,
-    vacant: List<QUEUE>,
-    pub(super) waiting: List<QUEUE>,
-    pub(super) running: List<QUEUE>,
-    /// Sequences whose blocks can be taken: held or waiting, with at least one block; the least recently used first.
-    pub(super) idle: List<IDLE>,
+    vacant: List,
+    pub(super) waiting: List,
+    pub(super) running: List,
     live: usize,
     serial: u64,
 }
@@ -157,7 +176,6 @@ impl Slab {
             vacant: List::new(),
             waiting: List::new(),
             running: List::new(),
-            idle: List::new(),
             live: 0,
             serial: 0,
         }
@@ -180,7 +198,7 @@ impl Slab {
     }
 
     /// A slot for a new sequence. The caller fills in and lists it.
-    pub(super) fn insert(&mut self, state: State, tokens: Vec<TokenId>, limit: usize, blocks: Vec<BlockId>) -> usize {
+    pub(super) fn insert(&mut self, state: State, tokens: Vec<TokenId>, limit: usize, (held, swap): (Hold, Swapped)) -> usize {
         let slot = self.vacant.pop_front(&mut self.slots).unwrap_or(self.slots.len());
         let id = SeqId(self.serial << SLOT_BITS | slot as u64);
         self.serial += 1;
@@ -189,18 +207,21 @@ impl Slab {
             id,
             state,
             hold: false,
+            key: 0,
             turn: tokens.len(),
             tokens,
             limit,
             computed: 0,
             regime: 0,
-            blocks,
+            hit: None,
+            held,
+            swap,
             arrival: Duration::ZERO,
             priority: 0,
             deadline: None,
             preemptions: 0,
             planned: None,
-            links: [Link::NEW; 2],
+            link: Link::NEW,
         };
         match self.slots.get_mut(slot) {
             Some(s) => *s = seq,
@@ -212,12 +233,11 @@ impl Slab {
     /// Frees a slot. The caller has taken the blocks back.
     pub(super) fn remove(&mut self, i: usize) {
         self.enlist(i, State::Vacant);
-        self.unrest(i);
         let seq = &mut self.slots[i];
-        debug_assert!(seq.blocks.is_empty(), "{} goes with blocks", seq.id);
+        debug_assert!(seq.held.is_empty() && seq.swap.tokens == 0, "{} goes with blocks", seq.id);
         seq.planned = None;
         seq.tokens = Vec::new();
-        seq.blocks = Vec::new();
+        (seq.held, seq.swap) = Default::default();
         self.vacant.push_back(&mut self.slots, i);
         self.live -= 1;
     }
@@ -225,7 +245,7 @@ impl Slab {
     /// Moves a sequence to the end of the list of `state`; a preempted one comes to the front of the waiting.
     pub(super) fn enlist(&mut self, i: usize, state: State) {
         let from = std::mem::replace(&mut self.slots[i].state, state);
-        if self.slots[i].links[QUEUE].listed {
+        if self.slots[i].link.listed {
             match from {
                 State::Waiting => self.waiting.unlink(&mut self.slots, i),
                 State::Running => self.running.unlink(&mut self.slots, i),
@@ -240,28 +260,12 @@ impl Slab {
         }
     }
 
-    /// Puts a sequence among those whose blocks can be taken, where it has some.
-    pub(super) fn rest(&mut self, i: usize) {
-        if !self.slots[i].blocks.is_empty() && !self.slots[i].links[IDLE].listed {
-            self.idle.push_back(&mut self.slots, i);
-        }
+    pub(super) fn iter(&self, list: &List) -> impl Iterator<Item = &Seq> + use<'_> {
+        std::iter::successors(self.slots.get(list.head as usize), |s| self.slots.get(s.link.next as usize))
     }
 
-    /// Takes it out from among them.
-    pub(super) fn unrest(&mut self, i: usize) {
-        if self.slots[i].links[IDLE].listed {
-            self.idle.unlink(&mut self.slots, i);
-        }
-    }
-
-    pub(super) fn iter<const L: usize>(&self, list: &List<L>) -> impl Iterator<Item = &Seq> + use<'_, L> {
-        std::iter::successors(self.slots.get(list.head as usize), |s| self.slots.get(s.links[L].next as usize))
-    }
-
-    /// The slot at the head of the idle list, or the one after `i`.
-    pub(super) fn next_idle(&self, i: Option<usize>) -> Option<usize> {
-        let next = i.map_or(self.idle.head, |i| self.slots[i].links[IDLE].next);
-        (next != NONE).then_some(next as usize)
+    pub(super) fn all_mut(&mut self) -> impl Iterator<Item = &mut Seq> {
+        self.slots.iter_mut().filter(|s| s.state != State::Vacant)
     }
 
     pub(super) fn all(&self) -> impl Iterator<Item = &Seq> {
@@ -282,14 +286,14 @@ impl std::ops::IndexMut<usize> for Slab {
     }
 }
 
-/// A doubly linked list through link `L` of the slots.
-pub(super) struct List<const L: usize> {
+/// A doubly linked list through the slots.
+pub(super) struct List {
     head: u32,
     tail: u32,
     len: usize,
 }
 
-impl<const L: usize> List<L> {
+impl List {
     fn new() -> Self {
         List { head: NONE, tail: NONE, len: 0 }
     }
@@ -299,9 +303,9 @@ impl<const L: usize> List<L> {
     }
 
     fn push_back(&mut self, slots: &mut [Seq], i: usize) {
-        slots[i].links[L] = Link { prev: self.tail, next: NONE, listed: true };
+        slots[i].link = Link { prev: self.tail, next: NONE, listed: true };
         match slots.get_mut(self.tail as usize) {
-            Some(tail) => tail.links[L].next = i as u32,
+            Some(tail) => tail.link.next = i as u32,
             None => self.head = i as u32,
         }
         self.tail = i as u32;
@@ -309,9 +313,9 @@ impl<const L: usize> List<L> {
     }
 
     fn push_front(&mut self, slots: &mut [Seq], i: usize) {
-        slots[i].links[L] = Link { prev: NONE, next: self.head, listed: true };
+        slots[i].link = Link { prev: NONE, next: self.head, listed: true };
         match slots.get_mut(self.head as usize) {
-            Some(head) => head.links[L].prev = i as u32,
+            Some(head) => head.link.prev = i as u32,
             None => self.tail = i as u32,
         }
         self.head = i as u32;
@@ -319,13 +323,13 @@ impl<const L: usize> List<L> {
     }
 
     fn unlink(&mut self, slots: &mut [Seq], i: usize) {
-        let Link { prev, next, .. } = std::mem::replace(&mut slots[i].links[L], Link::NEW);
+        let Link { prev, next, .. } = std::mem::replace(&mut slots[i].link, Link::NEW);
         match slots.get_mut(prev as usize) {
-            Some(s) => s.links[L].next = next,
+            Some(s) => s.link.next = next,
             None => self.head = next,
         }
         match slots.get_mut(next as usize) {
-            Some(s) => s.links[L].prev = prev,
+            Some(s) => s.link.prev = prev,
             None => self.tail = prev,
         }
         self.len -= 1;
@@ -338,6 +342,7 @@ impl<const L: usize> List<L> {
     }
 }
 
+/// A slot is in one list at most: of the vacant, the waiting or the running.
 #[derive(Clone, Copy)]
 struct Link {
     prev: u32,
@@ -349,10 +354,6 @@ impl Link {
     const NEW: Link = Link { prev: NONE, next: NONE, listed: false };
 }
 
-/// Waiting, running or vacant: a slot is in one of these lists at most.
-pub(super) const QUEUE: usize = 0;
-/// The list of those whose blocks can be taken, which a waiting sequence can be in as well.
-pub(super) const IDLE: usize = 1;
 /// No slot has this index: a slab holds fewer than 2^24.
 const NONE: u32 = u32::MAX;
 /// Of a name, the low bits are the slot and the others a serial number: a name is found at once and never comes back.

@@ -10,14 +10,15 @@
 //!
 //! Invariants: a step never exceeds its budgets; a sequence is in a plan once at most; an item's blocks cover it and those that
 //! it writes are its own; no source of a copy is written, and no two copies have one destination, so that copies may be done
-//! in any order.
+//! in any order, after what is swapped out.
 #![forbid(unsafe_code)]
 
 use super::ledger::Ledger;
 use super::seq::{SeqView, State};
 use super::{NoRoom, Preempt};
+use crate::cache::{NodeId, RootKey};
 use crate::error::{ConfigError, RunError, SubmitError, reserved};
-use crate::ids::{BlockId, SeqId, TokenId};
+use crate::ids::{BlockCopy, BlockId, MAX_GROUPS, SeqId, TokenId};
 use std::time::Duration;
 
 /// One sequence's share of a step.
@@ -59,10 +60,16 @@ pub(super) enum Phase {
 #[derive(Clone, Copy)]
 struct Undo {
     slot: usize,
-    /// Length of the block table before.
-    blocks: usize,
-    /// The shared block that a copy stands in for.
-    original: Option<BlockId>,
+    before: Before,
+}
+
+/// What an item's sequence held.
+#[derive(Clone, Copy)]
+enum Before {
+    /// Nothing: it found a prefix.
+    Nothing,
+    /// So many blocks; where there is a copy, it stands in for these shared blocks.
+    Blocks { len: usize, originals: Option<[BlockId; MAX_GROUPS]> },
 }
 
 pub(super) struct Step {
@@ -70,19 +77,25 @@ pub(super) struct Step {
     now: Duration,
     pub(super) plan: Vec<PlanItem>,
     undo: Vec<Undo>,
-    pub(super) copies: Vec<(BlockId, BlockId)>,
+    pub(super) copies: Vec<BlockCopy>,
+    /// For each copy the node whose block is read, if it is one's.
+    sources: Vec<Option<NodeId>>,
+    /// Waiting sequences in the plan.
+    pub(super) admitted: usize,
     info: StepInfo,
 }
 
 impl Step {
-    pub(super) fn new(items: usize) -> Result<Self, ConfigError> {
+    pub(super) fn new(items: usize, groups: usize) -> Result<Self, ConfigError> {
         Ok(Step {
             phase: Phase::Closed,
             now: Duration::ZERO,
             plan: reserved("a step's plan", items)?,
             undo: reserved("a step's plan", items)?,
-            // At most one copy an item: only the block that holds the first position to be written can be shared.
-            copies: reserved("a step's plan", items)?,
+            // At most one copy an item and group: only the block that holds the first position to be written can be shared.
+            copies: reserved("a step's plan", items.saturating_mul(groups))?,
+            sources: reserved("a step's plan", items.saturating_mul(groups))?,
+            admitted: 0,
             info: StepInfo::default(),
         })
     }
@@ -134,34 +147,52 @@ impl StepBuilder<'_> {
         self.ledger.cfg.max_seqs
     }
 
-    /// Blocks that could still be had in this step, counting what waiting and held sequences would give up.
+    /// Blocks that could still be had in this step, counting what the prefix cache would give up. Where layers see windows of
+    /// different lengths, the blocks are those that reach farthest: of the others there are enough for all that may run.
     pub fn free_blocks(&self) -> usize {
-        self.ledger.kv.available()
+        self.ledger.available_blocks()
+    }
+
+    /// Tokens that a waiting sequence would find cached. Cost: O(tokens).
+    pub fn cached_prefix(&self, seq: SeqId) -> usize {
+        self.ledger.cached_prefix(seq)
     }
 
     /// Blocks out of [`StepBuilder::free_blocks`] that a sequence needs before its first `tokens` positions are its own.
-    /// Cost: O(1), for a waiting sequence O(cached blocks).
+    /// Cost: O(1), for a waiting sequence O(its tokens).
     pub fn blocks_for(&self, seq: SeqId, tokens: usize) -> usize {
         let l = &*self.ledger;
+        let (blocks, pool) = (&l.blocks, &l.blocks.pools[0]);
         let Some(s) = l.seqs.find(seq).map(|i| &l.seqs[i]) else { return 0 };
-        let idle = if s.active() { 0 } else { s.blocks.iter().filter(|&&b| l.kv.idle(b)).count() };
-        let copy = s.computed % l.cfg.block_size > 0 && l.kv.shared(s.blocks[s.computed / l.cfg.block_size]);
-        tokens.div_ceil(l.cfg.block_size).saturating_sub(s.blocks.len()) + idle + usize::from(copy)
+        let most = blocks.blocks_at(tokens);
+        if s.held.is_empty() {
+            // What others run on is there; what only the tree holds counts as free.
+            let mut there = 0;
+            let known = &s.tokens[..s.tokens.len().saturating_sub(1)];
+            let found = blocks.find(l.key_of(s), known, |node| {
+                there += usize::from(blocks.tree.block(node, 0).is_some_and(|b| !pool.idle(b)));
+            });
+            return most.saturating_sub(there.min(found.nodes)) + usize::from(found.partial.is_some());
+        }
+        let at = s.computed / l.cfg.block_size;
+        let copy = s.computed % l.cfg.block_size > 0 && pool.users(s.held.tables[0][at]) > 1;
+        tokens.div_ceil(l.cfg.block_size).saturating_sub(s.held.len()).min(most) + usize::from(copy)
     }
 
-    /// Runs up to `tokens` of a sequence's known tokens, and admits it where it waits. Says how many were granted: fewer where
-    /// the step's budget, the sequence or the pool ends.
+    /// Runs up to `tokens` of a sequence's known tokens, and admits it where it waits: it takes up what is cached of it and runs
+    /// what is not, at least its last token. Says how many were granted: fewer where the step's budget, the sequence or the pool
+    /// ends.
     ///
     /// # Errors
-    /// [`NoRoom`] where not even one can run; nothing has changed then, except that idle sequences may have lost cached blocks.
+    /// [`NoRoom`] where not even one can run; nothing has changed then.
     pub fn prefill(&mut self, seq: SeqId, tokens: usize) -> Result<usize, NoRoom> {
         let i = self.runnable(seq)?;
-        let s = &self.ledger.seqs[i];
-        let want = tokens.min(s.left()).min(self.token_budget());
+        let want = tokens.min(self.token_budget());
         if tokens == 0 {
             return Err(NoRoom::NotReady);
         }
-        let len = self.ledger.reserve(i, want)?;
+        let s = &self.ledger.seqs[i];
+        let len = if s.held.is_empty() { self.ledger.admit(i, want)? } else { self.ledger.reserve(i, want.min(s.left()))? };
         self.ledger.plan(i, len, 0);
         Ok(len)
     }
@@ -183,24 +214,32 @@ impl StepBuilder<'_> {
         let most = draft.min(l.cfg.max_draft).min(self.token_budget() - 1).min((s.limit - total).saturating_sub(1));
         let regime = (l.cfg.regime)(total);
         let draft = (1..=most).take_while(|d| (l.cfg.regime)(total + d) == regime).count();
-        let granted = self.ledger.reserve(i, 1 + draft)?;
+        // One whose regime has changed has nothing cached, unless it is a single token.
+        let granted = if s.held.is_empty() { self.ledger.admit(i, 1)? } else { self.ledger.reserve(i, 1 + draft)? };
         self.ledger.plan(i, 1, granted - 1);
         Ok(granted - 1)
     }
 
-    /// Takes a running sequence's place away and says whether it could: one that is already in the plan keeps its place. It
-    /// waits from now on, and loses of its cached blocks what others come to need.
+    /// Takes a running sequence's place away and says whether it could: one that is already in the plan keeps its place, and
+    /// there may be too little room in the host store to swap it there. It waits from now on; what was computed of it stays in
+    /// the prefix cache as long as nobody needs the room, and in the host store until it runs again.
     pub fn preempt(&mut self, seq: SeqId, how: Preempt) -> bool {
-        let Preempt::Recompute = how;
         let l = &mut *self.ledger;
         let Some(i) = l.seqs.find(seq) else { return false };
         let s = &mut l.seqs[i];
         if s.state != State::Running || s.planned.is_some() || s.left() == 0 {
             return false;
         }
+        match how {
+            Preempt::Recompute => {}
+            Preempt::Swap if !l.store.put(s, &l.blocks) => return false,
+            Preempt::Swap => l.stats.swaps += 1,
+        }
         s.preemptions = s.preemptions.saturating_add(1);
+        l.stats.preemptions += 1;
         l.step.info.preempted += 1;
-        l.retire(i, State::Waiting);
+        l.vacate(i);
+        l.seqs.enlist(i, State::Waiting);
         true
     }
 
@@ -228,6 +267,9 @@ impl StepBuilder<'_> {
         if self.token_budget() == 0 || self.seq_budget() == 0 {
             return Err(NoRoom::Budget);
         }
+        if s.state == State::Waiting && l.running() >= l.cfg.step_seqs {
+            return Err(NoRoom::Budget);
+        }
         Ok(i)
     }
 }
@@ -249,6 +291,7 @@ impl Ledger {
         if self.step.phase != Phase::Closed {
             return Err(RunError::StepOpen);
         }
+        self.settle_swaps();
         self.step.phase = Phase::Building;
         self.step.now = now;
         self.step.info = StepInfo::default();
@@ -260,8 +303,8 @@ impl Ledger {
         &self.step.plan
     }
 
-    /// Blocks to copy before the open step's forward pass, `(from, to)`. The order does not matter.
-    pub fn copies(&self) -> &[(BlockId, BlockId)] {
+    /// Blocks to copy before the open step's forward pass, after the [swap-outs](Ledger::swap_outs). The order does not matter.
+    pub fn copies(&self) -> &[BlockCopy] {
         &self.step.copies
     }
 
@@ -286,18 +329,25 @@ impl Ledger {
             let found = format!("{} of {draft}", accepted.len());
             return Err(SubmitError::Parameter { name: "accepted", expected: "at most the planned guesses", found });
         }
+        let start = self.seqs[i].computed;
         if self.seqs[i].state == State::Waiting {
             self.seqs.enlist(i, State::Running);
+            self.step.admitted -= 1;
+            let s = &mut self.seqs[i];
+            s.hit.get_or_insert(start);
+            self.store.drop_slots(&mut s.swap);
+            self.stats.looked_up_tokens += s.tokens.len() as u64;
+            self.stats.hit_tokens += start as u64;
         }
         let s = &mut self.seqs[i];
         s.planned = None;
         s.regime = (self.cfg.regime)(s.tokens.len());
         s.computed += len + accepted.len();
         s.tokens.extend_from_slice(accepted);
-        let needed = s.tokens.len().div_ceil(self.cfg.block_size);
-        for block in s.blocks.drain(needed.min(s.blocks.len())..) {
-            self.kv.release(block, true);
-        }
+        let key = RootKey { key: s.key, regime: s.regime };
+        self.blocks.truncate(&mut s.held, s.tokens.len().div_ceil(self.cfg.block_size));
+        self.blocks.donate(&mut s.held, key, &s.tokens[..s.computed]);
+        self.blocks.slide(&mut s.held, s.computed);
         Ok(())
     }
 
@@ -316,125 +366,133 @@ impl Ledger {
 
     fn close(&mut self) {
         for k in 0..self.step.plan.len() {
-            let Undo { slot, blocks, original } = self.step.undo[k];
+            let Undo { slot, before } = self.step.undo[k];
             let seq = &mut self.seqs[slot];
             // Committed, or cancelled and perhaps another sequence's slot by now.
             if seq.id != self.step.plan[k].seq || seq.planned != Some(k as u32) {
                 continue;
             }
-            for block in seq.blocks.drain(blocks..) {
-                self.kv.release(block, true);
-            }
-            if let Some(original) = original {
-                let copy = std::mem::replace(&mut seq.blocks[seq.computed / self.cfg.block_size], original);
-                self.kv.retain(original, true);
-                self.kv.release(copy, true);
-            }
             seq.planned = None;
-            if seq.state == State::Waiting {
-                self.deactivate(slot);
+            match before {
+                Before::Nothing => {
+                    self.blocks.release(&mut seq.held);
+                    seq.computed = 0;
+                }
+                Before::Blocks { len, originals } => {
+                    self.blocks.truncate(&mut seq.held, len);
+                    let at = seq.computed / self.cfg.block_size;
+                    for (g, original) in originals.iter().flat_map(|o| o.iter().take(self.cfg.groups.len()).enumerate()) {
+                        let copy = std::mem::replace(&mut seq.held.tables[g][at], *original);
+                        self.blocks.pools[g].retain(*original, true);
+                        self.blocks.pools[g].release(copy, true);
+                    }
+                }
             }
         }
-        for (from, _) in self.step.copies.drain(..) {
-            self.kv.release(from, true);
+        for (copy, node) in self.step.copies.drain(..).zip(self.step.sources.drain(..)) {
+            self.blocks.end_copy(copy.group, copy.from, node);
         }
+        self.store.ins.clear();
         self.step.plan.clear();
         self.step.undo.clear();
+        self.step.admitted = 0;
         self.step.phase = Phase::Closed;
     }
 
-    /// Makes up to `want` positions after the cached ones writable for a sequence that is not in the plan, at least one. What
-    /// it takes to undo that is pushed; [`Ledger::plan`] must follow.
+    /// Finds what is cached of a sequence that holds nothing, and makes up to `want` positions after that writable, at least
+    /// one. What it takes to undo that is pushed; [`Ledger::plan`] must follow.
+    fn admit(&mut self, i: usize, want: usize) -> Result<usize, NoRoom> {
+        let (key, groups) = (self.key_of(&self.seqs[i]), self.cfg.groups.len());
+        let Ledger { seqs, blocks, store, step, cfg, .. } = self;
+        let s = &mut seqs[i];
+        // At least one token runs: its logits are wanted.
+        let mut most = s.tokens.len() - 1;
+        loop {
+            let found = blocks.adopt(key, &s.tokens[..most], &mut s.held);
+            let stored = s.swap.tokens > found.tokens;
+            let start = if stored { s.swap.tokens } else { found.tokens };
+            let skip = if stored { blocks.first_blocks(start) } else { [0; MAX_GROUPS] };
+            let copied = step.copies.len();
+            for node in found.partial.filter(|_| !stored) {
+                for g in 0..groups {
+                    let from = blocks.tree.block(node, g).expect("a usable prefix has the blocks that its next token sees");
+                    // Held until the step is over: room for others is not made here, and copies can be made twice.
+                    blocks.pools[g].retain(from, true);
+                    step.copies.push(BlockCopy { group: g, from, to: BlockId::NONE });
+                    step.sources.push(Some(node));
+                }
+            }
+            let got = blocks.room(&s.held, skip, start, want.min(s.tokens.len() - start));
+            if got > 0 {
+                blocks.extend(&mut s.held, start + got, skip);
+                for copy in &mut step.copies[copied..] {
+                    copy.to = s.held.tables[copy.group][found.nodes];
+                }
+                if stored {
+                    store.fetch(s, found.nodes, blocks);
+                }
+                s.computed = start;
+                step.undo.push(Undo { slot: i, before: Before::Nothing });
+                return Ok(got);
+            }
+            let partial = step.copies.len() > copied;
+            for (copy, node) in step.copies.drain(copied..).zip(step.sources.drain(copied..)) {
+                blocks.end_copy(copy.group, copy.from, node);
+            }
+            blocks.release(&mut s.held);
+            if !partial {
+                return Err(NoRoom::Blocks);
+            }
+            // There is no room for a copy: whole blocks alone.
+            most = found.nodes * cfg.block_size;
+        }
+    }
+
+    /// Makes up to `want` positions after the cached ones writable for a sequence that holds blocks, at least one. What it takes
+    /// to undo that is pushed; [`Ledger::plan`] must follow.
     fn reserve(&mut self, i: usize, want: usize) -> Result<usize, NoRoom> {
-        let bs = self.cfg.block_size;
-        let s = &self.seqs[i];
-        let (start, have, waits) = (s.computed, s.blocks.len(), !s.active());
-        // An idle sequence's own blocks count as available, but it is about to use them.
-        let own = if waits { s.blocks.iter().filter(|&&b| self.kv.idle(b)).count() } else { 0 };
-        let partial = (start % bs > 0).then(|| s.blocks[start / bs]);
-        // From idle sharers the block can be taken instead of copied, should all others be gone.
-        let must_copy = partial.is_some_and(|b| self.kv.users(b) > u32::from(!waits));
-        let room = (self.kv.available() - own).checked_sub(usize::from(must_copy)).ok_or(NoRoom::Blocks)?;
-        let got = want.min((have + room) * bs - start);
-        if got == 0 {
+        let groups = self.cfg.groups.len();
+        let Ledger { seqs, blocks, step, cfg, .. } = self;
+        let s = &mut seqs[i];
+        let (bs, start, len) = (cfg.block_size, s.computed, s.held.len());
+        let at = start / bs;
+        let partial = (start % bs > 0).then(|| s.held.tables[0][at]);
+        // Forks that run share it. Where only the tree does, it need not.
+        let copy = partial.is_some_and(|b| blocks.pools[0].users(b) > 1);
+        let room = (0..groups).map(|g| (len + blocks.pools[g].available()).saturating_sub(usize::from(copy)) * bs);
+        let got = want.min(room.min().map_or(0, |room| room.saturating_sub(start)));
+        if got == 0 || (copy && blocks.pools.iter().any(|p| p.available() == 0)) {
             return Err(NoRoom::Blocks);
         }
-        if waits {
-            self.activate(i);
-        }
-        for _ in have..(start + got).div_ceil(bs) {
-            let block = self.take_block().expect("as many blocks as were counted");
-            self.seqs[i].blocks.push(block);
-        }
-        let mut undo = Undo { slot: i, blocks: have, original: None };
-        if let Some(from) = partial.filter(|&b| self.kv.shared(b)) {
-            match self.take_block() {
-                Some(to) => {
-                    undo.original = Some(from);
-                    // Its reference stays with the copy until the step is over: nobody can be given the source or write it
-                    // in place, so that copies can be made twice and undoing them finds it as it was.
-                    self.seqs[i].blocks[start / bs] = to;
-                    self.step.copies.push((from, to));
-                }
-                None => self.take_over(from),
+        let key = RootKey { key: s.key, regime: s.regime };
+        // Sharers: forks, copies of this step, and the tree, where one of the forks has ended just here.
+        let leaf = partial.filter(|b| blocks.pools[0].shared(*b)).and_then(|_| blocks.leaf(&s.held, key, s.done()));
+        let mut originals = None;
+        if copy {
+            let mut from = [BlockId::NONE; MAX_GROUPS];
+            for (g, from) in from.iter_mut().enumerate().take(groups) {
+                let to = blocks.take(g).expect("as many blocks as were counted");
+                // Its reference stays with the copy until the step is over: nobody can be given the source or write it in
+                // place, so that copies can be made twice and undoing them finds it as it was.
+                *from = std::mem::replace(&mut s.held.tables[g][at], to);
+                step.copies.push(BlockCopy { group: g, from: *from, to });
+                step.sources.push(leaf);
             }
+            originals = Some(from);
+        } else if let Some(leaf) = leaf {
+            blocks.disown(leaf);
         }
-        self.step.undo.push(undo);
+        blocks.extend(&mut s.held, start + got, [0; MAX_GROUPS]);
+        step.undo.push(Undo { slot: i, before: Before::Blocks { len, originals } });
         Ok(got)
     }
 
     fn plan(&mut self, i: usize, len: usize, draft: usize) {
         let s = &mut self.seqs[i];
+        self.step.admitted += usize::from(s.state == State::Waiting);
         s.planned = Some(self.step.plan.len() as u32);
         let last = s.computed + len == s.tokens.len();
         self.step.plan.push(PlanItem { seq: s.id, start: s.computed, len, last, draft });
         self.step.info.tokens += len + draft;
-    }
-
-    /// A block for an active sequence, taken from an idle one where none is free.
-    fn take_block(&mut self) -> Option<BlockId> {
-        while self.kv.pool().free() == 0 {
-            if !self.reclaim() {
-                return None;
-            }
-        }
-        self.kv.alloc()
-    }
-
-    /// Takes one block from the end of the least recently used idle sequence that has one alone there: blocks shared among idle
-    /// sequences go when nothing else is left, and those that an active one shares bring no room.
-    fn reclaim(&mut self) -> bool {
-        for shared in [false, true] {
-            let mut at = self.seqs.next_idle(None);
-            while let Some(i) = at {
-                let block = *self.seqs[i].blocks.last().expect("a listed sequence has blocks");
-                if self.kv.idle(block) && (shared || !self.kv.shared(block)) {
-                    self.drop_last(i);
-                    return true;
-                }
-                at = self.seqs.next_idle(Some(i));
-            }
-        }
-        false
-    }
-
-    /// Makes every idle sharer forget `block`. It is the last of each: all blocks behind it have been reclaimed.
-    fn take_over(&mut self, block: BlockId) {
-        let mut at = self.seqs.next_idle(None);
-        while let Some(i) = at {
-            at = self.seqs.next_idle(Some(i));
-            if self.seqs[i].blocks.last() == Some(&block) {
-                self.drop_last(i);
-            }
-        }
-        debug_assert!(!self.kv.shared(block), "{block:?} is still shared");
-    }
-
-    fn drop_last(&mut self, i: usize) {
-        let s = &mut self.seqs[i];
-        let block = s.blocks.pop().expect("a listed sequence has blocks");
-        self.kv.release(block, false);
-        let computed = s.computed.min(s.blocks.len() * self.cfg.block_size);
-        self.lower(i, computed);
     }
 }
