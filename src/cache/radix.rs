@@ -117,8 +117,8 @@ impl RadixTree {
     }
 
     /// The child of `parent` (`None`: the top level, under `key`) that shares the longest non-empty prefix with `tokens`, and
-    /// how many tokens that is. A child that matches in its whole length is always the one; of two that
-    /// share as many, the lesser by tokens. O(log siblings * block_size), expected.
+    /// how many tokens that is. A child that matches in its whole length is always the one; of others that share as many, it is
+    /// the last before `tokens` in lexicographic order, or else the first from there on. O(log siblings * block_size), expected.
     pub(crate) fn find(&self, parent: Option<NodeId>, key: RootKey, tokens: &[TokenId]) -> Option<(NodeId, usize)> {
         debug_assert!(parent.is_none_or(|p| self.node(p).key == key), "{parent:?} is not under {key:?}");
         self.nearest(Slot::Under(parent.map_or(NIL, |p| p.0)), key, tokens).map(|(i, shared)| (NodeId(i), shared))

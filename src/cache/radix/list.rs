@@ -38,6 +38,12 @@ impl List {
         bound.saturating_mul(size_of::<Link>())
     }
 
+    /// Bytes that it holds.
+    #[cfg(test)]
+    pub(super) fn held(&self) -> usize {
+        self.links.capacity() * size_of::<Link>()
+    }
+
     pub(super) fn contains(&self, i: u32) -> bool {
         self.links[i as usize].prev != OUT.prev
     }

@@ -1,5 +1,5 @@
 //! The children of one parent in order: a treap threaded through the nodes, ordered by (key, tokens), with a hash of its index
-//! for a node's rank, so that the shape follows from the content alone and not from the order of arrival.
+//! for a node's rank, so that the shape follows from who is there and not from the order of arrival.
 //!
 //! Siblings are prefix-free: none starts with all the tokens of another. So a node that grows keeps its place, and the
 //! one that shares most with given tokens is next to the place where these would go, on one side or the other.
@@ -41,7 +41,8 @@ impl RadixTree {
         (own[shared..].first().cmp(&tokens[shared..].first()), shared)
     }
 
-    /// The sibling that shares most with `tokens`, and how many that is; of two that share as many, the lesser.
+    /// The sibling that shares most with `tokens`, and how many that is; of those that share as many, the last before `tokens`
+    /// or else the first from there on.
     pub(super) fn nearest(&self, top: Slot, key: RootKey, tokens: &[TokenId]) -> Option<(u32, usize)> {
         let (mut below, mut above) = (None, None);
         let mut at = self.at(top);
