@@ -1,5 +1,5 @@
-//! The tree of a prefix cache: which block of KV belongs to which tokens after which others. One node a block: it
-//! holds the block's tokens and, for each group of blocks, the id of one block or none. It knows no sequence, no pool and no bytes: it
+//! The tree of a prefix cache: which block of KV belongs to which tokens after which others. One node a block: it holds the
+//! block's tokens and, for each group of blocks, the id of one block or none. It knows no sequence, no pool and no bytes: it
 //! counts users and keeps the ids for its owner, who takes them back before a node goes. Nothing is allocated after
 //! construction, and finding changes nothing.
 //!
@@ -128,8 +128,8 @@ impl RadixTree {
     /// used; `None` where all nodes are in use. The parent is full, no sibling starts with these tokens, and none is a
     /// prefix of them.
     ///
-    /// O(log siblings * block_size), expected. Under an idle parent also O(depth): all idle ancestors move behind the new node, so
-    /// that the head of the idle list stays a leaf. Under a parent with users there is none to move.
+    /// O(log siblings * block_size), expected. Under an idle parent also O(depth): all idle ancestors move behind the new node,
+    /// so that the head of the idle list stays a leaf. Under a parent with users there is none to move.
     pub(crate) fn insert(&mut self, parent: Option<NodeId>, key: RootKey, tokens: &[TokenId]) -> Option<NodeId> {
         debug_assert!((1..=self.block_size).contains(&tokens.len()), "{} tokens in {}", tokens.len(), self.block_size);
         debug_assert!(parent.is_none_or(|p| self.len_of(p) == self.block_size), "{parent:?} is not full: it is a leaf");

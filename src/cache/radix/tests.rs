@@ -1,4 +1,5 @@
 //! The tree against a list of nodes that is searched from end to end, and the sizes at which something could give way.
+#![forbid(unsafe_code)]
 
 use super::*;
 use crate::error::ConfigError;
@@ -204,7 +205,7 @@ impl Model {
             (8, Some(node)) => self.stand(node),
             (9, Some(node)) => self.touch(node, true),
             (10, Some(node)) => self.list(pick % GROUPS, node, path.len() % 3),
-            (11, Some(node)) => self.set_block(pick % GROUPS, node, path.len() % 3 > 0),
+            (11, Some(node)) => self.set_block(pick % GROUPS, node, !path.len().is_multiple_of(3)),
             (12, Some(node)) if self.nodes[&node].tokens.len() < self.block_size => {
                 let mut tokens = self.nodes[&node].tokens.clone();
                 tokens.extend_from_slice(path);
