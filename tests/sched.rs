@@ -321,7 +321,9 @@ impl World {
             StepInfo::default()
         };
         // Preemptions stand, whatever becomes of the plan.
-        self.swap_out();
+        if !self.swap_out(policy) {
+            return StepInfo::default();
+        }
         assert_eq!(self.ledger.step_is_open(), info.items > 0);
         info
     }
@@ -394,15 +396,17 @@ impl World {
         self.growth += 1;
     }
 
-    fn swap_out(&mut self) {
-        if self.rng.percent(5) {
-            return self.ledger.swap_failed();
+    fn swap_out(&mut self, policy: Policy) -> bool {
+        if policy != Policy::Continuous && self.rng.percent(5) {
+            self.ledger.swap_failed();
+            return false;
         }
         let bs = self.ledger.config().block_size;
         for &BlockCopy { group, from, to } in self.ledger.swap_outs() {
             let values = self.slots[group][from.index() * bs..][..bs].to_vec();
             self.store[group][to.index() * bs..][..bs].copy_from_slice(&values);
         }
+        true
     }
 
     fn copy_blocks(&mut self) {
@@ -628,14 +632,21 @@ impl World {
     }
 }
 
+/// `LOQUAT_WORLDS=20` lives through twenty times as many.
 fn worlds(policy: Policy, count: u64, steps: usize) {
-    let (mut preempted, mut ended) = (0, 0);
+    let times = std::env::var("LOQUAT_WORLDS").map_or(1, |n| n.parse().expect("LOQUAT_WORLDS is a number"));
+    let (mut preempted, mut ended, mut stats) = (0, 0, [0; 3]);
+    let count = count * times;
     for seed in 0..count {
         let run = std::panic::AssertUnwindSafe(|| World::new(seed, policy).live_through(steps));
         match std::panic::catch_unwind(run) {
             Ok(world) => {
                 ended += world.ended.len();
                 preempted += world.preempted.values().map(|p| p.0 as usize).sum::<usize>();
+                let s = world.ledger.stats();
+                for (sum, n) in stats.iter_mut().zip([s.hit_tokens, s.evicted_blocks, s.swaps]) {
+                    *sum += n;
+                }
             }
             Err(panic) => {
                 eprintln!("{policy:?} world {seed} failed");
@@ -644,19 +655,24 @@ fn worlds(policy: Policy, count: u64, steps: usize) {
         }
     }
     assert!(ended > count as usize && preempted > 0, "{ended} sequences, {preempted} preemptions: nothing was tested");
+    let [hits, evicted, swaps] = stats;
+    assert!(
+        hits > 0 && evicted > 0 && swaps > 0,
+        "{hits} tokens hit, {evicted} blocks evicted, {swaps} swaps: nothing was tested"
+    );
 }
 
 #[test]
 fn continuous_batching_keeps_its_promises() {
-    worlds(Policy::Continuous, 1500, 40);
+    worlds(Policy::Continuous, 6000, 40);
 }
 
 #[test]
 fn a_random_policy_is_slow_but_never_wrong() {
-    worlds(Policy::Random, 500, 40);
+    worlds(Policy::Random, 3000, 40);
 }
 
 #[test]
 fn nonsense_is_refused() {
-    worlds(Policy::Nonsense, 500, 40);
+    worlds(Policy::Nonsense, 3000, 40);
 }

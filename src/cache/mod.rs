@@ -6,5 +6,4 @@ mod pool;
 mod radix;
 
 pub(crate) use pool::BlockPool;
-#[allow(unused_imports)]
 pub(crate) use radix::{NodeId, RadixTree, RootKey};

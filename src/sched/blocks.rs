@@ -81,7 +81,13 @@ impl Blocks {
         // Without a window every node has a block. With windows alone, nodes without blocks keep long paths together.
         let nodes = groups[0].blocks.saturating_mul(if groups[0].window.is_some() { 4 } else { 1 });
         let pools = groups.iter().map(|g| Kv::new(g.blocks)).collect::<Result<_, _>>()?;
-        Ok(Blocks { block_size, pools, tree: RadixTree::new(nodes, block_size, groups.len())?, groups: groups.to_vec(), evicted: 0 })
+        Ok(Blocks {
+            block_size,
+            pools,
+            tree: RadixTree::new(nodes, block_size, groups.len())?,
+            groups: groups.to_vec(),
+            evicted: 0,
+        })
     }
 
     /// The longest prefix of `tokens` that can be used, and each node on the way, some perhaps beyond it. Changes nothing.
@@ -128,7 +134,7 @@ impl Blocks {
             for (k, &node) in hold.nodes.iter().enumerate() {
                 let block = if k < first { None } else { self.tree.block(node, g) };
                 if let Some(block) = block {
-                    self.pools[g].retain(block, true);
+                    self.pools[g].retain(block);
                     self.tree.unlist(g, node);
                 }
                 hold.tables[g].push(block.unwrap_or(BlockId::NONE));
@@ -180,7 +186,7 @@ impl Blocks {
         for g in 0..self.groups.len() {
             for &block in &from.tables[g][..len] {
                 if block != BlockId::NONE {
-                    self.pools[g].retain(block, true);
+                    self.pools[g].retain(block);
                 }
                 to.tables[g].push(block);
             }
@@ -211,12 +217,11 @@ impl Blocks {
     /// Ends a hold and keeps nothing of it that is not in the tree.
     pub(super) fn release(&mut self, hold: &mut Hold) {
         for k in (0..hold.len()).rev() {
-            let node = hold.nodes.get(k).copied();
             for g in 0..self.groups.len() {
-                self.give_back(g, hold.tables[g][k], node, true);
+                self.give_back(g, hold.tables[g][k], true);
             }
-            if let Some(node) = node {
-                self.tree.release(node);
+            if let Some(node) = hold.nodes.get(k) {
+                self.tree.release(*node);
             }
         }
         hold.nodes.clear();
@@ -231,7 +236,7 @@ impl Blocks {
             let first = self.groups[g].first_block(computed, self.block_size).min(hold.len());
             for k in hold.first[g]..first {
                 let block = std::mem::replace(&mut hold.tables[g][k], BlockId::NONE);
-                self.give_back(g, block, hold.nodes.get(k).copied(), false);
+                self.give_back(g, block, false);
             }
             hold.first[g] = hold.first[g].max(first);
         }
@@ -241,11 +246,10 @@ impl Blocks {
     pub(super) fn truncate(&mut self, hold: &mut Hold, len: usize) {
         debug_assert!(len >= hold.nodes.len(), "blocks in the tree stay");
         for g in 0..self.groups.len() {
-            for block in hold.tables[g].drain(len.min(hold.tables[g].len())..) {
-                if block != BlockId::NONE {
-                    self.pools[g].release(block, true);
-                }
+            for k in len..hold.tables[g].len() {
+                self.give_back(g, hold.tables[g][k], true);
             }
+            hold.tables[g].truncate(len);
         }
     }
 
@@ -272,34 +276,21 @@ impl Blocks {
         self.groups[g].window.is_some()
     }
 
-    /// The leaf of the tree, if there is one, whose block is the one that a hold would write next: the one after the `tokens` that
-    /// are computed, a part of which lie in it.
-    pub(super) fn leaf(&self, hold: &Hold, key: RootKey, tokens: &[TokenId]) -> Option<NodeId> {
-        let (bs, mut at) = (self.block_size, hold.nodes.last().copied());
-        for chunk in tokens[hold.nodes.len() * bs..].chunks(bs) {
-            at = Some(self.tree.find(at, key, chunk)?.0);
+    /// Takes a block that the tree has as well, and the leaf whose it is, out of there: its holder is about to write on in it.
+    pub(super) fn disown(&mut self, g: usize, block: BlockId) {
+        if let Some(leaf) = self.pools[g].node(block) {
+            self.take_blocks(leaf);
+            self.tree.remove(leaf);
         }
-        at.filter(|node| self.tree.block(*node, 0) == Some(hold.tables[0][tokens.len() / bs]))
     }
 
-    /// Takes a leaf out of the tree: whoever has its block as well is about to write on in it.
-    pub(super) fn disown(&mut self, leaf: NodeId) {
-        self.take_blocks(leaf);
-        self.tree.remove(leaf);
-    }
-
-    /// Lets go of a copy's source, which is or was `node`'s block.
-    pub(super) fn end_copy(&mut self, g: usize, from: BlockId, node: Option<NodeId>) {
-        let node = node.filter(|&n| self.tree.block(n, g) == Some(from));
-        self.give_back(g, from, node, true);
-    }
-
-    fn give_back(&mut self, g: usize, block: BlockId, node: Option<NodeId>, recent: bool) {
+    /// Lets go of a block. Where only the tree has it then, its group may take it from there.
+    pub(super) fn give_back(&mut self, g: usize, block: BlockId, recent: bool) {
         if block == BlockId::NONE {
             return;
         }
-        self.pools[g].release(block, true);
-        if let Some(node) = node.filter(|_| self.windowed(g) && self.pools[g].idle(block)) {
+        self.pools[g].release(block);
+        if let Some(node) = self.pools[g].node(block).filter(|_| self.windowed(g) && self.pools[g].idle(block)) {
             self.tree.list(g, node, recent);
         }
     }
@@ -331,14 +322,14 @@ impl Blocks {
             match self.tree.block(node, g) {
                 Some(theirs) if theirs == ours => {}
                 Some(theirs) => {
-                    self.pools[g].retain(theirs, true);
+                    self.pools[g].retain(theirs);
                     self.tree.unlist(g, node);
-                    self.pools[g].release(ours, true);
+                    self.pools[g].release(ours);
                     hold.tables[g][k] = theirs;
                 }
                 // A node that has more tokens than ours has lost its block: ours would not do.
                 None if self.tree.len_of(node) == chunk.len() => {
-                    self.pools[g].retain(ours, false);
+                    self.pools[g].put(ours, node);
                     self.tree.set_block(node, g, Some(ours));
                 }
                 None => {}
@@ -380,7 +371,7 @@ impl Blocks {
     fn forget(&mut self, g: usize, node: NodeId) {
         self.tree.unlist(g, node);
         if let Some(block) = self.tree.set_block(node, g, None) {
-            self.pools[g].release(block, false);
+            self.pools[g].take(block);
             self.evicted += 1;
         }
     }

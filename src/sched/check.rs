@@ -79,6 +79,7 @@ impl Ledger {
                 assert!(block.is_some() || !tree.listed(g, node), "{node:?}: listed in {g} without a block");
                 if let Some(block) = block {
                     hold_on(block, false);
+                    assert_eq!(pool.node(block), Some(node), "{block:?} of group {g}");
                     let listed = tree.listed(g, node) == (windowed && pool.idle(block));
                     assert!(listed || sources.contains(&block), "{node:?}: listed in group {g} or not");
                 }

@@ -2,24 +2,28 @@
 //! copies of the open step), so that the number of blocks that could be had is known without a search. Every other holder is a
 //! node of the prefix tree.
 //!
-//! Invariants: `active <= refs`; `reclaimable` is the number of held blocks without an active holder.
+//! Invariants: `active <= refs`; `reclaimable` is the number of held blocks without an active holder; a block is at most one
+//! node's.
 #![forbid(unsafe_code)]
 
-use crate::cache::BlockPool;
+use crate::cache::{BlockPool, NodeId};
 use crate::error::{ConfigError, reserved};
 use crate::ids::BlockId;
 
 pub(super) struct Kv {
     pool: BlockPool,
     active: Vec<u32>,
+    /// The tree's node that has the block.
+    nodes: Vec<Option<NodeId>>,
     reclaimable: usize,
 }
 
 impl Kv {
     pub(super) fn new(blocks: usize) -> Result<Self, ConfigError> {
-        let mut active = reserved("the block pool", blocks)?;
+        let (mut active, mut nodes) = (reserved("the block pool", blocks)?, reserved("the block pool", blocks)?);
         active.resize(blocks, 0);
-        Ok(Kv { pool: BlockPool::new(blocks)?, active, reclaimable: 0 })
+        nodes.resize(blocks, None);
+        Ok(Kv { pool: BlockPool::new(blocks)?, active, nodes, reclaimable: 0 })
     }
 
     /// A free block with one active holder.
@@ -29,20 +33,37 @@ impl Kv {
         Some(block)
     }
 
-    /// One more holder: active, or the tree.
-    pub(super) fn retain(&mut self, block: BlockId, active: bool) {
+    /// One more active holder.
+    pub(super) fn retain(&mut self, block: BlockId) {
         self.change(block, |kv| {
             kv.pool.retain(block);
-            kv.active[block.index()] += u32::from(active);
+            kv.active[block.index()] += 1;
         });
     }
 
-    /// One holder less.
-    pub(super) fn release(&mut self, block: BlockId, active: bool) {
+    /// One active holder less.
+    pub(super) fn release(&mut self, block: BlockId) {
         self.change(block, |kv| {
-            kv.active[block.index()] -= u32::from(active);
+            kv.active[block.index()] -= 1;
             kv.pool.release(block);
         });
+    }
+
+    /// The tree holds it too, as `node`'s.
+    pub(super) fn put(&mut self, block: BlockId, node: NodeId) {
+        self.change(block, |kv| kv.pool.retain(block));
+        self.nodes[block.index()] = Some(node);
+    }
+
+    /// The tree holds it no longer.
+    pub(super) fn take(&mut self, block: BlockId) {
+        self.change(block, |kv| _ = kv.pool.release(block));
+        self.nodes[block.index()] = None;
+    }
+
+    /// The node whose block it is.
+    pub(super) fn node(&self, block: BlockId) -> Option<NodeId> {
+        self.nodes[block.index()]
     }
 
     /// Somebody else holds it than the one who asks: it must not be written.

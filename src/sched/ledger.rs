@@ -207,7 +207,7 @@ impl Ledger {
         self.room_for_one_more()?;
         let mut tokens = new.tokens;
         let mut memory = (Hold::default(), Swapped::default());
-        self.reserve(limit, &mut tokens, &mut memory.0, &mut memory.1)?;
+        self.reserve_memory(limit, &mut tokens, &mut memory.0, &mut memory.1)?;
         let i = self.seqs.insert(State::Vacant, tokens, limit, memory);
         let seq = &mut self.seqs[i];
         (seq.arrival, seq.priority, seq.deadline) = (now, new.priority, new.deadline);
@@ -231,7 +231,7 @@ impl Ledger {
         let limit = self.admissible(total, max_tokens)?;
         let s = &mut self.seqs[i];
         let (mut tokens, mut held, mut swap) = (mem::take(&mut s.tokens), mem::take(&mut s.held), mem::take(&mut s.swap));
-        let room = self.reserve(limit, &mut tokens, &mut held, &mut swap);
+        let room = self.reserve_memory(limit, &mut tokens, &mut held, &mut swap);
         let s = &mut self.seqs[i];
         (s.tokens, s.held, s.swap) = (tokens, held, swap);
         room?;
@@ -274,7 +274,7 @@ impl Ledger {
         }
         let limit = self.seqs[i].limit;
         let (mut tokens, mut memory) = (Vec::new(), (Hold::default(), Swapped::default()));
-        self.reserve(limit, &mut tokens, &mut memory.0, &mut memory.1)?;
+        self.reserve_memory(limit, &mut tokens, &mut memory.0, &mut memory.1)?;
         let parent = &self.seqs[i];
         tokens.extend_from_slice(&parent.tokens);
         self.blocks.share(&parent.held, parent.computed.div_ceil(self.cfg.block_size), &mut memory.0);
@@ -495,7 +495,13 @@ impl Ledger {
     }
 
     /// The memory of a sequence's whole life.
-    fn reserve(&self, limit: usize, tokens: &mut Vec<TokenId>, held: &mut Hold, swap: &mut Swapped) -> Result<(), SubmitError> {
+    fn reserve_memory(
+        &self,
+        limit: usize,
+        tokens: &mut Vec<TokenId>,
+        held: &mut Hold,
+        swap: &mut Swapped,
+    ) -> Result<(), SubmitError> {
         let (blocks, groups) = (limit.div_ceil(self.cfg.block_size), self.cfg.groups.len());
         let room = reserve(tokens, limit).and_then(|()| held.reserve(blocks, groups));
         room.and_then(|()| swap.reserve(blocks, &self.store)).map_err(|()| refused(limit, blocks, groups))

@@ -152,11 +152,6 @@ impl Seq {
     pub(super) fn active(&self) -> bool {
         self.state == State::Running || self.planned.is_some()
     }
-
-    /// Tokens whose keys and values are in its blocks.
-    pub(super) fn done(&self) -> &[TokenId] {
-        &self.tokens[..self.computed]
-    }
 }
 
 /// The slots and the lists through them.
@@ -171,14 +166,7 @@ pub(super) struct Slab {
 
 impl Slab {
     pub(super) fn new() -> Self {
-        Slab {
-            slots: Vec::new(),
-            vacant: List::new(),
-            waiting: List::new(),
-            running: List::new(),
-            live: 0,
-            serial: 0,
-        }
+        Slab { slots: Vec::new(), vacant: List::new(), waiting: List::new(), running: List::new(), live: 0, serial: 0 }
     }
 
     /// Slot of a living sequence.

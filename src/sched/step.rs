@@ -16,7 +16,7 @@
 use super::ledger::Ledger;
 use super::seq::{SeqView, State};
 use super::{NoRoom, Preempt};
-use crate::cache::{NodeId, RootKey};
+use crate::cache::RootKey;
 use crate::error::{ConfigError, RunError, SubmitError, reserved};
 use crate::ids::{BlockCopy, BlockId, MAX_GROUPS, SeqId, TokenId};
 use std::time::Duration;
@@ -78,8 +78,6 @@ pub(super) struct Step {
     pub(super) plan: Vec<PlanItem>,
     undo: Vec<Undo>,
     pub(super) copies: Vec<BlockCopy>,
-    /// For each copy the node whose block is read, if it is one's.
-    sources: Vec<Option<NodeId>>,
     /// Waiting sequences in the plan.
     pub(super) admitted: usize,
     info: StepInfo,
@@ -94,7 +92,6 @@ impl Step {
             undo: reserved("a step's plan", items)?,
             // At most one copy an item and group: only the block that holds the first position to be written can be shared.
             copies: reserved("a step's plan", items.saturating_mul(groups))?,
-            sources: reserved("a step's plan", items.saturating_mul(groups))?,
             admitted: 0,
             info: StepInfo::default(),
         })
@@ -383,14 +380,14 @@ impl Ledger {
                     let at = seq.computed / self.cfg.block_size;
                     for (g, original) in originals.iter().flat_map(|o| o.iter().take(self.cfg.groups.len()).enumerate()) {
                         let copy = std::mem::replace(&mut seq.held.tables[g][at], *original);
-                        self.blocks.pools[g].retain(*original, true);
-                        self.blocks.pools[g].release(copy, true);
+                        self.blocks.pools[g].retain(*original);
+                        self.blocks.give_back(g, copy, true);
                     }
                 }
             }
         }
-        for (copy, node) in self.step.copies.drain(..).zip(self.step.sources.drain(..)) {
-            self.blocks.end_copy(copy.group, copy.from, node);
+        for copy in self.step.copies.drain(..) {
+            self.blocks.give_back(copy.group, copy.from, true);
         }
         self.store.ins.clear();
         self.step.plan.clear();
@@ -413,13 +410,12 @@ impl Ledger {
             let start = if stored { s.swap.tokens } else { found.tokens };
             let skip = if stored { blocks.first_blocks(start) } else { [0; MAX_GROUPS] };
             let copied = step.copies.len();
-            for node in found.partial.filter(|_| !stored) {
+            if let Some(node) = found.partial.filter(|_| !stored) {
                 for g in 0..groups {
                     let from = blocks.tree.block(node, g).expect("a usable prefix has the blocks that its next token sees");
                     // Held until the step is over: room for others is not made here, and copies can be made twice.
-                    blocks.pools[g].retain(from, true);
+                    blocks.pools[g].retain(from);
                     step.copies.push(BlockCopy { group: g, from, to: BlockId::NONE });
-                    step.sources.push(Some(node));
                 }
             }
             let got = blocks.room(&s.held, skip, start, want.min(s.tokens.len() - start));
@@ -436,8 +432,8 @@ impl Ledger {
                 return Ok(got);
             }
             let partial = step.copies.len() > copied;
-            for (copy, node) in step.copies.drain(copied..).zip(step.sources.drain(copied..)) {
-                blocks.end_copy(copy.group, copy.from, node);
+            for copy in step.copies.drain(copied..) {
+                blocks.give_back(copy.group, copy.from, true);
             }
             blocks.release(&mut s.held);
             if !partial {
@@ -464,9 +460,6 @@ impl Ledger {
         if got == 0 || (copy && blocks.pools.iter().any(|p| p.available() == 0)) {
             return Err(NoRoom::Blocks);
         }
-        let key = RootKey { key: s.key, regime: s.regime };
-        // Sharers: forks, copies of this step, and the tree, where one of the forks has ended just here.
-        let leaf = partial.filter(|b| blocks.pools[0].shared(*b)).and_then(|_| blocks.leaf(&s.held, key, s.done()));
         let mut originals = None;
         if copy {
             let mut from = [BlockId::NONE; MAX_GROUPS];
@@ -476,11 +469,10 @@ impl Ledger {
                 // place, so that copies can be made twice and undoing them finds it as it was.
                 *from = std::mem::replace(&mut s.held.tables[g][at], to);
                 step.copies.push(BlockCopy { group: g, from: *from, to });
-                step.sources.push(leaf);
             }
             originals = Some(from);
-        } else if let Some(leaf) = leaf {
-            blocks.disown(leaf);
+        } else if let Some(block) = partial {
+            blocks.disown(0, block);
         }
         blocks.extend(&mut s.held, start + got, [0; MAX_GROUPS]);
         step.undo.push(Undo { slot: i, before: Before::Blocks { len, originals } });

@@ -45,9 +45,7 @@ impl Store {
 
     /// Slots for a running sequence's blocks, and the copies to them; false where there are too few.
     pub(super) fn put(&mut self, s: &mut Seq, blocks: &Blocks) -> bool {
-        let live = |group: &BlockGroup| {
-            group.first_block(s.computed, blocks.block_size)..s.computed.div_ceil(blocks.block_size)
-        };
+        let live = |group: &BlockGroup| group.first_block(s.computed, blocks.block_size)..s.computed.div_ceil(blocks.block_size);
         let mut needs = blocks.groups.iter().zip(&self.pools);
         if s.computed == 0 || self.pools.is_empty() || needs.any(|(group, pool)| pool.free() < live(group).len()) {
             return false;
@@ -120,8 +118,10 @@ impl Ledger {
         &self.store.ins
     }
 
-    /// Says that [`swap_outs`](Ledger::swap_outs) could not be done: the sequences concerned will be computed anew.
+    /// Says that [`swap_outs`](Ledger::swap_outs) could not be done: the sequences concerned will be computed anew, and the open step
+    /// is [aborted](Ledger::abort_step), as it may have one of them in its plan already.
     pub fn swap_failed(&mut self) {
+        self.abort_step();
         self.store.outs.clear();
         for s in self.seqs.all_mut().filter(|s| s.swap.fresh) {
             self.store.drop_slots(&mut s.swap);
