@@ -71,6 +71,8 @@ mod seq;
 mod static_batching;
 mod step;
 
+pub mod sim;
+
 pub use continuous::ContinuousBatching;
 pub use dynamic_batching::DynamicBatching;
 pub use ledger::{Counts, Ledger, LedgerConfig, NewSeq, Regime};
