@@ -165,7 +165,7 @@ impl World {
         let (admitted, left): (Vec<Waiting>, Vec<Waiting>) = line.iter().partition(|w| items.contains(&w.seq));
         let (size, due) = match self.kind {
             Kind::Continuous { .. } => {
-                assert!(items.len() > 0 || running + line.len() == 0, "work waits and nothing runs");
+                assert!(!items.is_empty() || running + line.len() == 0, "work waits and nothing runs");
                 let key = |w: &Waiting| (w.rank, w.seq);
                 let (last, next) = (admitted.iter().map(key).max(), left.iter().map(key).min());
                 // Whoever was preempted just now is not in line.
@@ -195,6 +195,7 @@ impl World {
             let before = self.preemptions.insert(s.id(), s.preemptions()).unwrap_or(0);
             assert!(before == s.preemptions() || self.batch.1.insert(s.id()), "{} is preempted again in one batch", s.id());
         }
+        assert!(admitted.is_empty() || self.batch.1.is_empty(), "{admitted:?} joined a batch that is too large already");
         assert!(self.surprises || self.preempted == 0, "room for whole lives was made sure of");
     }
 

@@ -272,12 +272,13 @@ fn generated_requests_are_what_they_were_asked_to_be() {
 
 #[test]
 fn descriptions_that_make_no_requests_are_refused() {
-    let fails = |change: &dyn Fn(&mut Arrivals)| {
+    type Change<'a> = &'a dyn Fn(&mut Arrivals);
+    let fails = |change: Change<'_>| {
         let mut arrivals = mixed(0);
         change(&mut arrivals);
         arrivals.generate().unwrap_err().to_string()
     };
-    let changes: [(&dyn Fn(&mut Arrivals), &str); 10] = [
+    let changes: [(Change<'_>, &str); 10] = [
         (&|a| a.rate = 0.0, "rate: expected more than 0, found 0"),
         (&|a| a.rate = f64::NAN, "rate: expected more than 0, found NaN"),
         (&|a| a.rate = 1e-300, "arrival in seconds"),

@@ -129,13 +129,11 @@ fn solve(gram: &[[f64; N]; N], right: &[f64; N], subset: u32) -> Option<[f64; N]
         if rows[k][k].abs() < SINGULAR {
             return None;
         }
-        for i in 0..n {
-            if i != k {
-                let factor = rows[i][k] / rows[k][k];
-                for j in k..=n {
-                    let above = rows[k][j];
-                    rows[i][j] -= factor * above;
-                }
+        let above = rows[k].clone();
+        for row in rows.iter_mut().enumerate().filter(|(i, _)| *i != k).map(|(_, row)| row) {
+            let factor = row[k] / above[k];
+            for (value, above) in row.iter_mut().zip(&above) {
+                *value -= factor * above;
             }
         }
     }
