@@ -92,7 +92,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         (0, "book of herbs", 24, 24, 0),
         (10, "guard: Halt!", 8, 12, 1),
         (12, "thief: Me?", 8, 10, 1),
-        (34, "guard: You!", 8, 8, 1),
+        (14, "crowd: There!", 8, 6, 1),
+        (38, "guard: You!", 8, 8, 1),
     ];
     let mut lines: Vec<(SeqId, &str, String)> = Vec::new();
     for step in 0.. {
@@ -123,7 +124,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "A column is a step.  r reads its prompt   # writes a token   . waits\n")?;
     for (_, name, line) in &lines {
-        writeln!(out, "{name:<14}{}", line.trim_end())?;
+        writeln!(out, "{name:<15}{}", line.trim_end())?;
     }
     Ok(())
 }

@@ -176,20 +176,25 @@ fn simulate_reads_a_trace_and_plots_it() {
     }
 }
 
-/// Dialogue comes soon whatever is being written, and one book goes on beside it.
+/// Dialogue comes soon whatever is being written, and with a place reserved one book goes on beside it.
 #[test]
 fn a_custom_scheduler_shares_fairly() {
-    let Some(mut command) = example("custom_scheduler") else { return };
-    let (code, out, error) = run(&mut command, b"");
-    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
-    let line = |name: &str| out.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_else(|| panic!("{name} in {out}")).trim();
-    for (name, tokens) in
-        [("book of stars", 24), ("book of herbs", 24), ("guard: Halt!", 12), ("thief: Me?", 10), ("guard: You!", 8)]
-    {
-        assert_eq!(line(name).matches('#').count(), tokens, "{out}");
-    }
-    assert!(!line("book of stars").contains('.') && line("book of herbs").contains('.'), "{out}");
-    for name in ["guard: Halt!", "thief: Me?", "guard: You!"] {
-        assert!(line(name).find('#').unwrap() < 6 && !line(name).contains('.'), "{out}");
+    let tokens = [
+        ("book of stars", 24),
+        ("book of herbs", 24),
+        ("guard: Halt!", 12),
+        ("thief: Me?", 10),
+        ("crowd: There!", 6),
+        ("guard: You!", 8),
+    ];
+    for (reserved, waiting) in [("1", ["book of herbs", "crowd: There!"]), ("0", ["book of stars", "book of herbs"])] {
+        let Some(mut command) = example("custom_scheduler") else { return };
+        let (code, out, error) = run(command.args(["--reserved", reserved]), b"");
+        assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+        for (name, tokens) in tokens {
+            let line = out.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_else(|| panic!("{name} in {out}")).trim();
+            assert_eq!(line.matches('#').count(), tokens, "{name} in {out}");
+            assert_eq!(line.contains('.'), waiting.contains(&name), "{name} in {out}");
+        }
     }
 }
