@@ -4,12 +4,20 @@
 #![allow(clippy::unwrap_used)]
 
 mod common;
+// Not all of it is used here.
+#[allow(dead_code)]
+#[path = "common/heap.rs"]
+mod heap;
 
+use common::process::alone;
 use common::text::Random;
 use loquat::SeqId;
 use loquat::sched::*;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
+
+#[global_allocator]
+static ALLOCATOR: heap::Heap = heap::Heap;
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Kind {
@@ -200,6 +208,7 @@ impl World {
     }
 
     fn live_through(mut self, steps: usize) -> Self {
+        let blocks = self.ledger.available_blocks();
         for _ in 0..steps {
             for _ in 0..self.rng.below(3) {
                 self.act();
@@ -226,7 +235,7 @@ impl World {
         let left: Vec<_> = self.ledger.all().map(|s| s.id()).collect();
         left.iter().for_each(|id| self.ledger.cancel(*id).unwrap());
         self.ledger.check();
-        assert_eq!(self.ledger.available_blocks(), self.ledger.config().blocks, "a block leaked");
+        assert_eq!(self.ledger.available_blocks(), blocks, "a block leaked");
         self
     }
 }
@@ -472,4 +481,41 @@ fn nobody_starves_behind_deadlines() {
         }
     }
     panic!("it starved");
+}
+
+/// Batches that start, run and end, after the first.
+#[test]
+fn a_turn_allocates_nothing() {
+    alone("a_turn_allocates_nothing", || {
+        let policies: [Box<dyn Scheduler>; 3] =
+            [Box::new(StaticBatching::new(4)), Box::new(DynamicBatching::new(4, ms(0))), Box::new(ContinuousBatching::default())];
+        for mut policy in policies {
+            let mut l = ledger(64, 16);
+            (0..20).for_each(|k| _ = submit(&mut l, 5 + k % 3, 2 + k % 5, ms(0)));
+            let mut steps = |n: usize| -> usize {
+                let mut ran = 0;
+                for _ in 0..n {
+                    let mut step = l.begin_step(ms(0)).unwrap();
+                    policy.schedule(&mut step);
+                    step.finish();
+                    for k in 0..l.plan_items().len() {
+                        let item = l.plan_items()[k];
+                        ran += 1;
+                        l.commit(item.seq, &[]).unwrap();
+                        if item.last {
+                            l.append(item.seq, 2).unwrap();
+                            if l.view(item.seq).unwrap().remaining() == 0 {
+                                l.finish(item.seq).unwrap();
+                            }
+                        }
+                    }
+                    l.end_step();
+                }
+                ran
+            };
+            steps(2);
+            let (ran, calls) = heap::calls_of(|| steps(20));
+            assert!(ran > 30 && calls == 0, "{calls} allocations for {ran} turns of sequences");
+        }
+    });
 }
