@@ -109,7 +109,8 @@ impl World {
             let tokens = (0..1 + self.rng.below(20)).map(|_| self.rng.below(3) as u32).collect();
             let deadline = (self.rng.below(2) == 0).then(|| ms(self.rng.below(200)));
             let (priority, hold) = (self.rng.below(5) as i32 - 2, self.rng.below(3) == 0);
-            let new = NewSeq { tokens, max_tokens: 1 + self.rng.below(12), priority, deadline, hold };
+            let mut new = NewSeq { tokens, max_tokens: 1 + self.rng.below(12), priority, ..NewSeq::default() };
+            (new.deadline, new.hold) = (deadline, hold);
             self.ids.extend(self.ledger.submit(new, self.now));
             return;
         }
@@ -287,7 +288,9 @@ fn ledger(blocks: usize, tokens: usize) -> Ledger {
 }
 
 fn submit(ledger: &mut Ledger, prompt: usize, max_tokens: usize, at: Duration) -> SeqId {
-    ledger.submit(NewSeq { tokens: vec![1; prompt], max_tokens, hold: true, ..NewSeq::default() }, at).unwrap()
+    // Held, so that no two of a test are alike: a cached prefix would shorten what they run.
+    let tokens = vec![10 + ledger.all().count() as u32; prompt];
+    ledger.submit(NewSeq { tokens, max_tokens, hold: true, ..NewSeq::default() }, at).unwrap()
 }
 
 /// One step that ends who has all its tokens; what it ran, as (sequence, tokens).
@@ -415,7 +418,7 @@ fn order(policy: &mut ContinuousBatching, new: &[(usize, Option<usize>, i32)]) -
     let ids: Vec<_> = new
         .iter()
         .map(|&(at, deadline, priority)| {
-            let new = NewSeq { tokens: vec![1], max_tokens: 2, priority, deadline: deadline.map(ms), hold: false };
+            let new = NewSeq { tokens: vec![1], max_tokens: 2, priority, deadline: deadline.map(ms), ..NewSeq::default() };
             l.submit(new, ms(at)).unwrap()
         })
         .collect();
@@ -459,7 +462,7 @@ fn nobody_starves_behind_deadlines() {
         let now = ms(k);
         for _ in 0..2 {
             let deadline = Some(now + Duration::from_micros(1));
-            let new = NewSeq { tokens: vec![1; 5], max_tokens: 3, priority: 1, deadline, hold: false };
+            let new = NewSeq { tokens: vec![1; 5], max_tokens: 3, priority: 1, deadline, ..NewSeq::default() };
             urgent.push((l.submit(new, now).unwrap(), now));
         }
         if k == 10 {

@@ -134,7 +134,8 @@ fn numbers_out_of_range_are_refused() {
     assert!(message.contains("seconds of a step: expected at most 2^64 - 1"), "{message}");
     let message = fails(&config(8, CostModel { step: 1e19, ..SECOND }), &one);
     assert!(message.contains("time of the simulation"), "{message}");
-    assert!(fails(&config(0, SECOND), &one).contains("blocks: expected 1 to 2^32 - 1, found 0"));
+    let message = fails(&config(0, SECOND), &one);
+    assert!(message.contains("blocks") && message.contains("found 0"), "{message}");
     assert!(fails(&config(8, SECOND), &[Arrival::new(s(0.0), 0, 1)]).contains("prompt_tokens of request 0"));
     assert!(fails(&config(8, SECOND), &[one[0], Arrival::new(s(0.0), 1, 0)]).contains("output_tokens of request 1"));
     let long = Arrival { prefix_tokens: 9, ..one[0] };

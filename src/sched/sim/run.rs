@@ -130,7 +130,7 @@ impl<'a> World<'a> {
         }
         let tokens = (0..a.prompt_tokens).map(|p| self.token(r, p)).collect();
         let deadline = a.deadline.and_then(|d| a.at.checked_add(d));
-        let new = NewSeq { tokens, max_tokens: a.output_tokens, priority: a.priority, deadline, hold: false };
+        let new = NewSeq { tokens, max_tokens: a.output_tokens, priority: a.priority, deadline, ..NewSeq::default() };
         self.ledger.submit(new, a.at).ok()
     }
 
@@ -182,7 +182,8 @@ impl<'a> World<'a> {
         let size = self.config.block_size;
         let holders = ends.iter().filter_map(|(&seq, &end)| Some((self.ledger.view(seq)?, end)));
         let active = holders.filter(|(s, end)| *end > 0 || s.state() == SeqState::Running);
-        let empty = active.map(|(s, end)| (s.block_table().len() * size).saturating_sub(end.max(s.cached()))).sum();
+        // A table ends with the block of the last token: without guesses nobody holds room for more.
+        let empty = active.map(|(s, end)| end.max(s.cached())).map(|tokens| tokens.next_multiple_of(size) - tokens).sum();
         self.slots = ((self.blocks - self.ledger.available_blocks()) * size, empty);
         load
     }
