@@ -64,6 +64,9 @@ fn mistakes_on_the_command_line_exit_with_2() {
         ("measure", &["--batch", "x"], "measure: --batch: expected a number"),
         ("dump_logits", &["--ids", "1,x"], "dump_logits: --ids: expected numbers"),
         ("dump_logits", &[], "dump_logits: --ids 1,2,3 is needed"),
+        ("simulate", &["--rate", "0"], "simulate: --rate: expected a number from 0.000001 to 1000000, found \"0\""),
+        ("simulate", &["policy"], "simulate: no words are expected, found policy"),
+        ("custom_scheduler", &["--reserved", "4"], "custom_scheduler: --reserved: expected a number from 0 to 3"),
     ] {
         let Some(mut command) = example(name) else { return };
         let (code, _, error) = run(command.args(args), b"");
@@ -117,4 +120,81 @@ fn generate_ends_with_the_context() {
     let generate = command.args(["--raw", "--threads=1", "--max-tokens=1000000", "--stats", "a"]).arg("--model").arg(model);
     let (code, _, error) = run(generate, b"");
     assert!(code == Some(0) && error.contains("decode"), "{code:?} {error}");
+}
+
+#[test]
+fn simulate_prints_one_object_and_nothing_else() {
+    let Some(mut command) = example("simulate") else { return };
+    let scratch = Scratch::new("simulate-json");
+    let (code, out, error) = run(command.current_dir(scratch.path("")).args(["--json", "--count", "40", "--seed", "3"]), b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let policies: Vec<&String> = report.as_object().unwrap().keys().collect();
+    assert_eq!(policies, ["static", "dynamic", "continuous"]);
+    for (policy, figures) in report.as_object().unwrap() {
+        let names: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
+        let times = ["ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"];
+        assert_eq!(names, [&["throughput_tok_s"][..], &times, &["waste", "hit_rate"]].concat());
+        let figure = |name: &str| figures[name].as_f64().unwrap();
+        assert!(times.iter().chain(&["throughput_tok_s"]).all(|n| figure(n) > 0.0), "{policy}: {figures}");
+        assert!(["waste", "hit_rate"].iter().all(|n| (0.0..1.0).contains(&figure(n))), "{policy}: {figures}");
+    }
+    let ttft = |policy: &str| report[policy]["ttft_ms_p50"].as_f64().unwrap();
+    assert!(ttft("continuous") < ttft("dynamic") && ttft("dynamic") <= ttft("static"), "{out}");
+    assert_eq!(std::fs::read_dir(scratch.path("")).unwrap().count(), 0, "a plot that nobody asked for");
+}
+
+#[test]
+fn simulate_reads_a_trace_and_plots_it() {
+    let Some(mut command) = example("simulate") else { return };
+    let scratch = Scratch::new("simulate-svg");
+    let (trace, plot) = (scratch.path("trace.csv"), scratch.path("plot.svg"));
+    // The last is longer than any cache that is made up for it.
+    std::fs::write(&trace, "# three\n0,100,20\n1.5,30,5\n2,30,1\n3,9000000,1\n").unwrap();
+    let (code, out, error) = run(command.arg("--requests").arg(&trace).arg("--svg").arg(&plot), b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    assert!(out.starts_with("4 requests, 1 of them refused") && out.contains("\ncontinuous "), "{out}");
+    assert!(out.ends_with(&format!("\nplot written to {}\n", plot.display())), "{out}");
+    let svg = std::fs::read_to_string(&plot).unwrap();
+    assert!(svg.starts_with("<svg xmlns=") && svg.ends_with("</svg>\n"));
+    // Three in the legend, three in each panel.
+    assert_eq!(svg.matches("<polyline").count(), 9);
+    for text in ["Time to first token", "Time per output token", ">static<", ">dynamic<", ">continuous<", "100 %", "10 s<"] {
+        assert!(svg.contains(text), "{text}");
+    }
+    assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
+
+    std::fs::remove_file(&plot).unwrap();
+    for (text, expected) in
+        [("0,5,5\n1,x,1\n", "trace, line 2: prompt_tokens: expected a whole"), ("#\n", "at least one request")]
+    {
+        std::fs::write(&trace, text).unwrap();
+        let mut command = example("simulate").unwrap();
+        let (code, out, error) = run(command.arg("--requests").arg(&trace).arg("--svg").arg(&plot), b"");
+        assert!(code != Some(0) && out.is_empty() && error.contains(expected), "{code:?} {out} {error}");
+        assert!(!plot.exists());
+    }
+}
+
+/// Dialogue comes soon whatever is being written, and with a place reserved one book goes on beside it.
+#[test]
+fn a_custom_scheduler_shares_fairly() {
+    let tokens = [
+        ("book of stars", 24),
+        ("book of herbs", 24),
+        ("guard: Halt!", 12),
+        ("thief: Me?", 10),
+        ("crowd: There!", 6),
+        ("guard: You!", 8),
+    ];
+    for (reserved, waiting) in [("1", ["book of herbs", "crowd: There!"]), ("0", ["book of stars", "book of herbs"])] {
+        let Some(mut command) = example("custom_scheduler") else { return };
+        let (code, out, error) = run(command.args(["--reserved", reserved]), b"");
+        assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+        for (name, tokens) in tokens {
+            let line = out.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_else(|| panic!("{name} in {out}")).trim();
+            assert_eq!(line.matches('#').count(), tokens, "{name} in {out}");
+            assert_eq!(line.contains('.'), waiting.contains(&name), "{name} in {out}");
+        }
+    }
 }

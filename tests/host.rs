@@ -89,6 +89,10 @@ fn what_is_public_may_move_between_threads() {
     send::<backend::cpu::CpuStep>();
     send::<sched::Ledger>();
     send::<sched::ContinuousBatching>();
+    send::<sched::DynamicBatching>();
+    send::<sched::StaticBatching>();
+    send_and_sync::<sched::sim::Log>();
+    send_and_sync::<sched::sim::Report>();
     send::<sample::Sampler>();
     send::<sample::SamplerState>();
     send::<text::Detokenizer>();

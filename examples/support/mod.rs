@@ -4,6 +4,7 @@
 
 pub(crate) mod args;
 pub(crate) mod fetch;
+pub(crate) mod plot;
 pub(crate) mod stats;
 
 use args::{Args, Opt, Wrong};

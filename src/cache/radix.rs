@@ -67,7 +67,6 @@ struct Node {
     users: u32,
 }
 
-#[allow(dead_code)]
 impl RadixTree {
     /// An empty tree for up to `nodes` nodes of `block_size` tokens and `groups` blocks.
     ///

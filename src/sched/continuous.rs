@@ -10,8 +10,22 @@
 //! no block for one of them      preempt those ranked behind it, the last first
 //! ```
 //!
-//! Rank is the time of arrival, earlier by `ageing` for each level of priority. Two sequences age alike, so that their order never
-//! changes; yet whoever waits comes before any urgent one that arrives late enough: nobody starves.
+//! Rank is the time at which a sequence is due, earlier by `ageing` for each level of priority:
+//!
+//! ```text
+//! due  = arrival + patience           without a deadline
+//!        min(deadline, the same)      with one; one that has passed at arrival is none
+//! rank = due - priority * ageing
+//! ```
+//!
+//! That is "earliest deadline first" (Liu and Layland, 1973), everybody else given a deadline too. Nothing in it changes
+//! while a sequence waits or runs: two of them age alike, so that their order is fixed when the second arrives. As a deadline brings a
+//! sequence forward by `patience` at most, **nobody starves**: whoever arrives more than `patience + (their priority - mine) *
+//! ageing` after me comes after me, however urgent; so only finitely many ever come before me.
+//!
+//! With [`prefix_worth`](ContinuousBatching::prefix_worth), those that wait are admitted by another rank, earlier by so much for
+//! each token that is cached of them: longest prefix first (Zheng et al., 2024, "SGLang"), as far as that outweighs the wait. The
+//! bound on how much later one may arrive and pass grows by as much as a whole context is worth.
 //!
 //! Why there is no livelock. Only those ranked behind are preempted: the first in rank never is, and as it could fill the
 //! whole pool if it must, every step gets it on. A preempted sequence is admitted again only when there is room for all that
@@ -36,6 +50,13 @@ pub struct ContinuousBatching {
     pub draft: usize,
     /// How much waiting one level of priority is worth.
     pub ageing: Duration,
+    /// How long after its arrival a sequence without a deadline is due: the most that a deadline can gain over such a one, in
+    /// time of arrival. 0: deadlines count for nothing.
+    pub patience: Duration,
+    /// How much waiting a token that is already cached is worth, for admission: with 50 ms a sequence passes one that arrived 10
+    /// seconds before it by a shared prefix that is 200 tokens longer. 0, the default, costs nothing; else each waiting
+    /// sequence is looked up in each step that could admit one, at O(its tokens).
+    pub prefix_worth: Duration,
     running: Vec<Entry>,
     waiting: BinaryHeap<Reverse<Entry>>,
     /// Guesses for each decode row of this step.
@@ -66,15 +87,31 @@ impl ContinuousBatching {
         self.ageing = a_level;
         self
     }
+
+    /// With this [`prefix_worth`](Self::prefix_worth).
+    #[must_use]
+    pub fn prefix_worth(mut self, a_token: Duration) -> Self {
+        self.prefix_worth = a_token;
+        self
+    }
+
+    /// With this [`patience`](Self::patience).
+    #[must_use]
+    pub fn patience(mut self, without_deadline: Duration) -> Self {
+        self.patience = without_deadline;
+        self
+    }
 }
 
 impl Default for ContinuousBatching {
-    /// Chunks of 512 tokens, up to 8 guesses, 10 seconds a level of priority.
+    /// Chunks of 512 tokens, up to 8 guesses, 10 seconds a level of priority, as many of patience.
     fn default() -> Self {
         ContinuousBatching {
             max_chunk: 512,
             draft: 8,
             ageing: Duration::from_secs(10),
+            patience: Duration::from_secs(10),
+            prefix_worth: Duration::ZERO,
             running: Vec::new(),
             waiting: BinaryHeap::new(),
             guesses: 0,
@@ -86,8 +123,8 @@ impl Scheduler for ContinuousBatching {
     fn schedule(&mut self, step: &mut StepBuilder<'_>) {
         self.running.clear();
         self.running.reserve(step.max_seqs());
-        let ageing = self.ageing;
-        self.running.extend(step.running().map(|s| Entry::new(s, ageing)));
+        let (ageing, patience) = (self.ageing, self.patience);
+        self.running.extend(step.running().map(|s| Entry::new(s, ageing, patience)));
         self.running.sort_unstable();
 
         let decodes = self.running.iter().filter(|e| e.left == 1).count();
@@ -138,9 +175,10 @@ impl ContinuousBatching {
         self.running.iter().filter(|e| e.left > 0).map(|e| step.blocks_for(e.seq, e.total + more)).sum()
     }
 
-    /// Preempts the last in rank behind `i` that is not in the plan yet.
+    /// Preempts the last in rank behind `i` that is not in the plan yet: into the host store, where that has the room.
     fn preempt_behind(&mut self, step: &mut StepBuilder<'_>, i: usize) -> bool {
-        let victim = self.running[i + 1..].iter_mut().rev().find(|e| e.left > 0 && step.preempt(e.seq, Preempt::Recompute));
+        let mut preempt = |seq| step.preempt(seq, Preempt::Swap) || step.preempt(seq, Preempt::Recompute);
+        let victim = self.running[i + 1..].iter_mut().rev().find(|e| e.left > 0 && preempt(e.seq));
         victim.map(|e| e.left = 0).is_some()
     }
 
@@ -153,7 +191,14 @@ impl ContinuousBatching {
         let mut heap = mem::take(&mut self.waiting).into_vec();
         heap.clear();
         heap.reserve(step.max_seqs());
-        heap.extend(step.waiting().map(|s| Reverse(Entry::new(s, self.ageing))));
+        let worth = self.prefix_worth.as_nanos() as i128;
+        heap.extend(step.waiting().map(|s| {
+            let mut entry = Entry::new(s, self.ageing, self.patience);
+            if worth > 0 {
+                entry.rank -= worth.saturating_mul(step.cached_prefix(s.id()) as i128);
+            }
+            Reverse(entry)
+        }));
         self.waiting = BinaryHeap::from(heap);
 
         // What those that run will need to complete what is known of them. A sequence preempted above is not running any more:
@@ -179,9 +224,12 @@ impl ContinuousBatching {
 }
 
 impl Entry {
-    fn new(s: SeqView<'_>, ageing: Duration) -> Self {
+    fn new(s: SeqView<'_>, ageing: Duration, patience: Duration) -> Self {
         // 128 bits: no arrival, priority and ageing overflow.
-        let rank = s.arrival().as_nanos() as i128 - i128::from(s.priority()) * ageing.as_nanos() as i128;
+        let [arrival, ageing, patience] = [s.arrival(), ageing, patience].map(|t| t.as_nanos() as i128);
+        let deadline = s.deadline().map(|t| t.as_nanos() as i128).filter(|t| *t > arrival);
+        let due = deadline.map_or(arrival + patience, |t| t.min(arrival + patience));
+        let rank = due - i128::from(s.priority()) * ageing;
         Entry { rank, seq: s.id(), left: s.left(), total: s.total() }
     }
 }

@@ -3,7 +3,13 @@
 //! sequence: a bad one is slow, never wrong. Neither knows a model, a thread or a clock: time comes in as a `Duration` since
 //! the engine's start.
 //!
-//! A policy is a few lines. This one runs whatever is shortest, one sequence at a time:
+//! | policy | a sequence joins | it is preempted |
+//! | --- | --- | --- |
+//! | [`StaticBatching`] | with a full batch, once the last has ended | as a rule never |
+//! | [`DynamicBatching`] | with a batch, full or as soon as its oldest has waited long enough | as a rule never |
+//! | [`ContinuousBatching`] | any step, by its rank | for one before it in rank, where the pool is too small for both |
+//!
+//! Each is written to be read, and a policy of one's own is a few lines. This one runs whatever is shortest, one sequence at a time:
 //!
 //! ```
 //! use loquat::sched::{Ledger, LedgerConfig, NewSeq, Scheduler, StepBuilder};
@@ -58,17 +64,24 @@
 mod blocks;
 mod check;
 mod continuous;
+mod dynamic_batching;
+mod fixed;
 mod kv;
 mod ledger;
 mod pins;
 mod seq;
+mod static_batching;
 mod step;
 mod swap;
 
+pub mod sim;
+
 pub use continuous::ContinuousBatching;
+pub use dynamic_batching::DynamicBatching;
 pub use ledger::{CacheStats, Counts, Ledger, LedgerConfig, NewSeq, Regime};
 pub use pins::{CachedBlock, PinId};
 pub use seq::{SeqState, SeqView};
+pub use static_batching::StaticBatching;
 pub use step::{PlanItem, StepBuilder, StepInfo};
 
 use thiserror::Error;

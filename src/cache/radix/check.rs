@@ -6,7 +6,6 @@ use super::siblings::{Slot, rank};
 use super::{NIL, RadixTree};
 use crate::ids::BlockId;
 
-#[allow(dead_code)]
 impl RadixTree {
     /// Recounts everything. O(capacity * (block_size + groups)).
     ///
