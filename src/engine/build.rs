@@ -7,7 +7,7 @@ use crate::arch::RopeSpec;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::error::{ConfigError, Error, LoadError, reserved};
-use crate::ids::SeqId;
+use crate::ids::{BlockCopy, SeqId};
 use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transformer, Want};
 use crate::sample::Sampler;
 use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
@@ -82,7 +82,8 @@ impl Engine {
         let (spec, limits) = (model.spec(), model.limits());
         let ropes = spec.ropes.clone();
         let ledger = Ledger::new(LedgerConfig {
-            blocks: model.blocks(),
+            // One table serves all groups: it may name only blocks that each of them has.
+            blocks: model.groups().iter().map(|g| g.blocks).min().unwrap_or(0),
             block_size: model.block_size(),
             max_seqs,
             step_seqs: limits.seqs,
@@ -93,7 +94,8 @@ impl Engine {
         })?;
         Ok(Engine {
             sampler: Sampler::new(spec.vocab)?,
-            batch: Batch::new(model.block_size(), limits)?,
+            batch: Batch::new(model.block_size(), model.groups(), limits)?,
+            copies: reserved("a step's copies", most_copies(limits.seqs, model.groups().len()))?,
             logits: Logits::with_capacity(limits.rows, spec, want)?
                 .with_states(if want.hidden { limits.tokens } else { 0 }, spec)?,
             runs: HashMap::with_capacity(most_runs(max_seqs)),
@@ -123,13 +125,20 @@ fn plan(files: &ModelFiles, config: &EngineConfig, backend: &Cpu, limits: &Model
     // A hash table is filled to seven eighths, has a power of two of places, and a byte for each.
     let runs = (most_runs(config.max_seqs) * 8 / 7).next_power_of_two() * (size_of::<(SeqId, SeqRun)>() + 1);
     let events = most_events(batch.seqs) * size_of::<Event>();
-    plan.activation_bytes += (Sampler::bytes(spec.vocab) + Batch::bytes(batch) + runs + events) as u64;
+    let groups = limits.groups.len();
+    let copies = most_copies(batch.seqs, groups) * size_of::<BlockCopy>();
+    plan.activation_bytes += (Sampler::bytes(spec.vocab) + Batch::bytes(batch, groups) + runs + events + copies) as u64;
     Ok(plan)
 }
 
 /// Sequences whose samplers have a place from the start.
 fn most_runs(max_seqs: usize) -> usize {
     max_seqs.min(1 << 12)
+}
+
+/// Copies of a step: a block of each sequence, in each group.
+fn most_copies(seqs: usize, groups: usize) -> usize {
+    seqs.saturating_mul(groups)
 }
 
 /// Events that have a place from the start: a caller that takes them step by step never makes it grow.

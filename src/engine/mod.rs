@@ -22,7 +22,7 @@ pub use request::{Event, EventKind, FinishReason, Request, RowView, Status};
 
 use crate::batch::{Batch, RowsWanted};
 use crate::error::SubmitError;
-use crate::ids::{SeqId, TokenId};
+use crate::ids::{BlockCopy, SeqId, TokenId};
 use crate::model::{Logits, MemoryPlan, Model, Want};
 use crate::sample::{Sampler, SamplerState};
 use crate::sched::{Ledger, NewSeq, PlanItem, Scheduler, SeqState, SeqView};
@@ -42,6 +42,8 @@ pub struct Engine {
     /// Every sequence that waits or runs.
     runs: HashMap<SeqId, SeqRun>,
     batch: Batch,
+    /// Blocks to copy before the open step.
+    copies: Vec<BlockCopy>,
     logits: Logits,
     want: Want,
     prompt_logits: bool,

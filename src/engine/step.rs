@@ -5,7 +5,7 @@
 use super::{Engine, Event, EventKind, FinishReason, RowView, Status};
 use crate::batch::{BatchItem, RowsWanted};
 use crate::error::RunError;
-use crate::ids::SeqId;
+use crate::ids::{BlockCopy, MAX_GROUPS, SeqId};
 use crate::model::Progress;
 use crate::sched::PlanItem;
 use std::time::{Duration, Instant};
@@ -81,16 +81,22 @@ impl Engine {
     }
 
     fn lay_out(&mut self) -> Result<(), RunError> {
-        self.model.copy_blocks(self.ledger.copies())?;
+        let groups = self.model.groups().len();
+        self.copies.clear();
+        for &(from, to) in self.ledger.copies() {
+            self.copies.extend((0..groups).map(|group| BlockCopy { group, from, to }));
+        }
+        self.model.copy_blocks(&self.copies)?;
         self.batch.clear();
         for item in self.ledger.plan_items() {
             let run = self.runs.get(&item.seq);
             let view = self.ledger.view(item.seq).expect("a sequence that was planned a moment ago");
+            let tables = [view.block_table(); MAX_GROUPS];
             self.batch.push(BatchItem {
                 tokens: &view.tokens()[item.start..item.start + item.len],
                 start: item.start,
                 total: view.total(),
-                blocks: view.block_table(),
+                tables: &tables[..groups],
                 rows: run.map_or(RowsWanted::None, |run| run.rows(item)),
             })?;
         }
