@@ -4,12 +4,12 @@
 //! over it. The first result is compared with the formula in f64.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use loquat::BlockId;
 use loquat::arch::AttnDims;
 use loquat::backend::cpu::{Cpu, CpuOptions};
 use loquat::backend::{AttnArgs, Backend, Heads, KvShape, MoeShape};
 use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::KvDType;
+use loquat::{BlockGroup, BlockId};
 use std::time::Duration;
 
 const SMALL: AttnDims = AttnDims { heads: 9, kv_heads: 3, qk_dim: 64, v_dim: 64, v_in_k: false };
@@ -56,15 +56,15 @@ fn attention(criterion: &mut Criterion) {
         let q_heads = Heads { stride: q_width, offset: 0, heads: dims.heads, dim: dims.qk_dim };
         let k = Heads { stride: kv_width, offset: 0, heads: dims.kv_heads, dim: dims.qk_dim };
         let v = Heads { offset: if dims.v_in_k { 0 } else { dims.kv_heads * dims.qk_dim }, dim: dims.v_dim, ..k };
-        let shape = KvShape { layers: vec![dims; LAYERS], blocks, block_size: BLOCK, dtype: KvDType::F16 };
+        let shape = KvShape::one_group(vec![dims; LAYERS], blocks, BLOCK, KvDType::F16);
         let limits = BatchLimits { tokens: depth, seqs: 1, blocks, rows: 1 };
         // Steps of 37 reach every block of a power of two.
         let table: Vec<_> = (0..blocks).map(|i| BlockId((i * 37 % blocks) as u32)).collect();
-        let mut batch = Batch::new(BLOCK, limits).expect("valid limits");
+        let mut batch = Batch::new(BLOCK, &[BlockGroup { blocks, window: None }], limits).expect("valid limits");
         let push = |batch: &mut Batch, start: usize| {
             batch.clear();
             let ids = vec![0; depth - start];
-            let item = BatchItem { tokens: &ids, start, total: depth, blocks: &table, rows: RowsWanted::Last };
+            let item = BatchItem { tokens: &ids, start, total: depth, tables: &[&table], rows: RowsWanted::Last };
             batch.push(item).expect("the limits are the item's");
         };
         let (kv_values, q_values) = (values(depth * kv_width, 1), values(tokens * q_width, 2));

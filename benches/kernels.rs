@@ -60,7 +60,7 @@ impl Device {
         let rows = ROWS[ROWS.len() - 1];
         let limits = BatchLimits { tokens: rows, seqs: 1, blocks: 1, rows };
         let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
-        let kv = KvShape { layers: vec![dims], blocks: 1, block_size: 16, dtype: KvDType::F16 };
+        let kv = KvShape::one_group(vec![dims], 1, 16, KvDType::F16);
         let step = cpu.step(&limits, K, &kv, &MOE).expect("memory");
         let (mut x, out) = (cpu.buf(rows * K).expect("memory"), cpu.buf(rows * N).expect("memory"));
         cpu.upload(&values(rows * K, 2), &mut x).expect("an upload");

@@ -65,21 +65,20 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     }
 
     let blocks = ids.len().div_ceil(BLOCK_SIZE);
-    let limits = ModelLimits {
-        batch: BatchLimits { tokens: CHUNK, seqs: 1, blocks, rows: if all { CHUNK } else { 1 } },
-        blocks,
-        block_size: BLOCK_SIZE,
-        kv_dtype: if fast { KvDType::F16 } else { KvDType::F32 },
-    };
+    let most = BatchLimits { tokens: CHUNK, seqs: 1, blocks, rows: if all { CHUNK } else { 1 } };
+    let kv_dtype = if fast { KvDType::F16 } else { KvDType::F32 };
+    let limits = ModelLimits::even(files.spec(), most, blocks, BLOCK_SIZE, kv_dtype);
     let compute = if fast { Compute::Fast } else { Compute::Exact };
     let tier = args.text("--tier")?.map(str::to_owned);
     let backend = Cpu::new(&CpuOptions { threads: support::threads(&args)?, tier, compute })?;
     let mut model = Transformer::load(backend, &files, limits, &mut no_progress)?;
 
     let want = Want { logits: true, hidden };
-    let mut results = Logits::with_capacity(limits.batch.rows, files.spec(), want)?;
-    let mut batch = Batch::new(BLOCK_SIZE, limits.batch)?;
+    let mut results = Logits::with_capacity(most.rows, files.spec(), want)?;
+    let mut batch = Batch::new(BLOCK_SIZE, model.groups(), most)?;
     let table: Vec<BlockId> = (0..blocks as u32).map(BlockId).collect();
+    // Blocks enough for everything in each group, so that one table does for all.
+    let tables = vec![&table[..]; model.groups().len()];
     let (mut logits, mut states, mut rows) = (Vec::new(), Vec::new(), 0);
     for start in (0..ids.len()).step_by(CHUNK) {
         let end = ids.len().min(start + CHUNK);
@@ -89,7 +88,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
             (false, false) => RowsWanted::None,
         };
         batch.clear();
-        batch.push(BatchItem { tokens: &ids[start..end], start, total: ids.len(), blocks: &table, rows: wanted })?;
+        batch.push(BatchItem { tokens: &ids[start..end], start, total: ids.len(), tables: &tables, rows: wanted })?;
         model.begin(&batch, want)?;
         while model.advance(&mut || false, &mut results)? != Progress::Done {}
         for r in 0..results.rows() {

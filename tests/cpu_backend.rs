@@ -2,7 +2,6 @@
 //! dropping gives everything back.
 #![allow(clippy::unwrap_used)]
 
-use loquat::BlockId;
 use loquat::arch::{Activation, AttnDims, Glu, Groups, NormSpec, RopeStyle, RouteSpec, Score};
 use loquat::backend::cpu::{Compute, Cpu, CpuOptions};
 use loquat::backend::{AttnArgs, Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
@@ -10,6 +9,7 @@ use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
 use loquat::weights::TensorView;
+use loquat::{BlockCopy, BlockGroup, BlockId};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -52,7 +52,7 @@ const ROUTE: RouteSpec = RouteSpec {
 };
 
 fn kv_shape() -> KvShape {
-    KvShape { layers: vec![DIMS], blocks: 32, block_size: 16, dtype: KvDType::F16 }
+    KvShape::one_group(vec![DIMS], 32, 16, KvDType::F16)
 }
 
 fn matrix(cpu: &mut Cpu, formats: &[FormatId], rows: usize, columns: usize) -> <Cpu as Backend>::Weight {
@@ -96,7 +96,7 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
     let blocks: Vec<_> = (0..32).map(BlockId).collect();
     let tokens: Vec<u32> = (0..t as u32).collect();
     let mut out = vec![0.0; HIDDEN];
-    let mut batch = Batch::new(16, LIMITS).unwrap();
+    let mut batch = Batch::new(16, &[BlockGroup { blocks: 32, window: None }], LIMITS).unwrap();
     let args = AttnArgs { dims: DIMS, scale: 0.125, window: None, softcap: None };
     let spec = NormSpec::rms(1e-5);
 
@@ -107,7 +107,7 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
                 tokens: &tokens[..len],
                 start: 20,
                 total: 20 + len,
-                blocks: &blocks[4 * i..4 * i + 4],
+                tables: &[&blocks[4 * i..4 * i + 4]],
                 rows: RowsWanted::Last,
             };
             batch.push(item).unwrap();
@@ -144,7 +144,7 @@ fn allocations(threads: usize, tier: &str, compute: Compute) -> usize {
         cpu.gather(&step, HIDDEN, &y, &mut last).unwrap();
         cpu.linear(items, &last, &down, None, &mut step, &mut logits).unwrap();
         cpu.scale_cap(items * HIDDEN, 0.5, Some(30.0), &mut logits).unwrap();
-        cpu.copy_blocks(&mut kv, &[(BlockId(31), BlockId(30))]).unwrap();
+        cpu.copy_blocks(&mut kv, &[BlockCopy { group: 0, from: BlockId(31), to: BlockId(30) }]).unwrap();
         cpu.download(&logits, &mut out).unwrap();
     };
     let mut round = || {

@@ -235,7 +235,7 @@ impl World {
         let tokens = self.tokens(n);
         let (priority, hold) = (self.rng.within(0, 4) as i32 - 2, self.rng.percent(40));
         let key = u64::from(self.rng.percent(10));
-        let new = NewSeq { tokens: tokens.clone(), max_tokens, priority, hold, deadline: None, key };
+        let new = NewSeq { tokens: tokens.clone(), max_tokens, priority, hold, deadline: None, key, reuse: None };
         let fits = n + max_tokens <= self.ledger.max_len();
         match self.ledger.submit(new, self.now) {
             Ok(id) => {

@@ -5,12 +5,14 @@
 mod config;
 mod family;
 mod fields;
+mod groups;
 mod rope;
 mod rotary;
 mod spec;
 mod tensors;
 
 pub use config::{Config, Plain};
+pub use groups::LayerGroups;
 pub use rope::{RopeScaling, RopeSpec, RopeStyle, angles};
 pub use spec::{
     Activation, AttnDims, AttnSpec, Ffn, Glu, Groups, HeadSpec, KvLayout, LayerSpec, ModelSpec, NormKind, NormSpan, NormSpec,

@@ -11,7 +11,7 @@ use crate::arch::{Activation, AttnDims, Glu, NormSpec, RopeStyle, RouteSpec};
 use crate::batch::{Batch, BatchLimits};
 use crate::dtype::{FormatId, KvDType};
 use crate::error::{LoadError, RunError};
-use crate::ids::BlockId;
+use crate::ids::{BlockCopy, BlockId};
 use crate::weights::TensorView;
 
 /// A tensor that becomes part of a weight matrix.
@@ -101,12 +101,34 @@ pub struct Heads {
 pub struct KvShape {
     /// One entry a layer.
     pub layers: Vec<AttnDims>,
-    /// Blocks in the pool, shared by all layers: block b of a sequence is block b in each layer.
-    pub blocks: usize,
+    /// The group of each layer.
+    pub group_of: Vec<usize>,
+    /// Blocks in the pool of each group, shared by its layers: block b of a sequence is block b in each of them.
+    pub blocks: Vec<usize>,
+    /// Blocks of each group that the host store holds beside the pool: slots 0 to `swap - 1`.
+    pub swap: Vec<usize>,
     /// Tokens in a block: a power of two from 16 on.
     pub block_size: usize,
     /// Type of the stored values.
     pub dtype: KvDType,
+}
+
+impl KvShape {
+    /// All layers in one group, without a host store.
+    pub fn one_group(layers: Vec<AttnDims>, blocks: usize, block_size: usize, dtype: KvDType) -> Self {
+        KvShape { group_of: vec![0; layers.len()], layers, blocks: vec![blocks], swap: vec![0], block_size, dtype }
+    }
+
+    /// The layers of a group, in order.
+    pub fn layers_of(&self, group: usize) -> impl Iterator<Item = &AttnDims> {
+        self.layers.iter().zip(&self.group_of).filter(move |(_, g)| **g == group).map(|(dims, _)| dims)
+    }
+
+    /// Bytes of a token in a group as [`Backend::read_block`] gives them: those of its keys and values, without padding.
+    pub fn token_bytes(&self, group: usize) -> usize {
+        let values = |d: &AttnDims| d.kv_heads * (d.qk_dim + if d.v_in_k { 0 } else { d.v_dim });
+        self.layers_of(group).map(values).sum::<usize>() * self.dtype.bytes()
+    }
 }
 
 /// What one call of [`Backend::attention`] computes.
@@ -191,7 +213,7 @@ pub trait Backend: Send + Sized + 'static {
     /// Bytes of a matrix part of `rows` by `columns` stored as `format`.
     fn weight_bytes(&self, format: FormatId, rows: usize, columns: usize) -> u64;
 
-    /// Bytes of a cache.
+    /// Bytes of a cache and its host store.
     fn kv_bytes(&self, shape: &KvShape) -> u64;
 
     /// Bytes of the scratch for a step: `max_columns` is the largest K of any matrix.
@@ -206,7 +228,7 @@ pub trait Backend: Send + Sized + 'static {
     /// A matrix: the parts' rows one after the other. Parts may differ in format, not in columns.
     fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Weight, LoadError>;
 
-    /// The cache, zeroed.
+    /// The cache and its host store, zeroed.
     fn kv(&mut self, shape: &KvShape) -> Result<Self::Kv, RunError>;
 
     /// Index arrays and scratch for batches up to `limits` with matrices of up to `max_columns` columns.
@@ -290,7 +312,7 @@ pub trait Backend: Send + Sized + 'static {
         style: RopeStyle,
     ) -> Result<(), RunError>;
 
-    /// Writes the step's keys and values to their slots; both lie in `kv_src`. Where the layer's values are part of its keys, `v`
+    /// Writes the step's keys and values to their slots in the layer's group; both lie in `kv_src`. Where the layer's values are part of its keys, `v`
     /// is not read.
     fn kv_write(
         &mut self,
@@ -341,8 +363,31 @@ pub trait Backend: Send + Sized + 'static {
     /// `x = softcap(x * scale)` over `len` values; no cap: the factor alone.
     fn scale_cap(&mut self, len: usize, scale: f32, softcap: Option<f32>, x: &mut Self::Buf) -> Result<(), RunError>;
 
-    /// Copies whole blocks, in all layers, in order.
-    fn copy_blocks(&mut self, kv: &mut Self::Kv, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError>;
+    /// Copies whole blocks, each in all layers of its group, in order.
+    fn copy_blocks(&mut self, kv: &mut Self::Kv, copies: &[BlockCopy]) -> Result<(), RunError>;
+
+    /// Copies whole blocks to the host store, in order: `from` is a block of the pool, `to` a slot of the store.
+    fn swap_out(&mut self, kv: &mut Self::Kv, copies: &[BlockCopy]) -> Result<(), RunError>;
+
+    /// Copies whole blocks back, in order: `from` is a slot of the store, `to` a block of the pool.
+    fn swap_in(&mut self, kv: &mut Self::Kv, copies: &[BlockCopy]) -> Result<(), RunError>;
+
+    /// The first `tokens` tokens of a block, in a layout that is every device's: for each layer of the group, in order, the keys
+    /// as `[tokens, kv_heads, qk_dim]`, then the values as `[tokens, kv_heads, v_dim]` where they are not part of the keys;
+    /// values of the cache's type in little-endian order, without padding. `out` is `tokens` times
+    /// [`KvShape::token_bytes`] long.
+    fn read_block(&mut self, kv: &Self::Kv, group: usize, block: BlockId, tokens: usize, out: &mut [u8]) -> Result<(), RunError>;
+
+    /// Writes what [`read_block`](Self::read_block) gave: the first `tokens` tokens of a block are then, bit by bit, as
+    /// [`kv_write`](Self::kv_write) left them. Nothing else is touched.
+    fn write_block(
+        &mut self,
+        kv: &mut Self::Kv,
+        group: usize,
+        block: BlockId,
+        tokens: usize,
+        bytes: &[u8],
+    ) -> Result<(), RunError>;
 
     /// Waits for everything queued and copies the first `out.len()` values.
     fn download(&mut self, buf: &Self::Buf, out: &mut [f32]) -> Result<(), RunError>;

@@ -7,7 +7,7 @@ use crate::arch::RopeSpec;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::error::{ConfigError, Error, LoadError, reserved};
-use crate::ids::{BlockGroup, SeqId};
+use crate::ids::SeqId;
 use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transformer, Want};
 use crate::sample::Sampler;
 use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
@@ -82,19 +82,20 @@ impl Engine {
         let (spec, limits) = (model.spec(), model.limits());
         let ropes = spec.ropes.clone();
         let ledger = Ledger::new(LedgerConfig {
-            groups: vec![BlockGroup { blocks: model.blocks(), window: None }],
-            swap: Vec::new(),
+            groups: model.groups().to_vec(),
+            swap: model.swap_blocks().to_vec(),
             block_size: model.block_size(),
             max_seqs,
             step_seqs: limits.seqs,
             step_tokens: limits.tokens,
-            context: spec.context,
+            // A block table holds no more; where all layers have windows, a sequence can be longer than the cache.
+            context: spec.context.min((limits.blocks / limits.seqs).max(1).saturating_mul(model.block_size())),
             max_draft: 0,
             regime: Box::new(move |total| regime(&ropes, total)),
         })?;
         Ok(Engine {
             sampler: Sampler::new(spec.vocab)?,
-            batch: Batch::new(model.block_size(), limits)?,
+            batch: Batch::new(model.block_size(), model.groups(), limits)?,
             logits: Logits::with_capacity(limits.rows, spec, want)?
                 .with_states(if want.hidden { limits.tokens } else { 0 }, spec)?,
             runs: HashMap::with_capacity(most_runs(max_seqs)),
@@ -124,7 +125,8 @@ fn plan(files: &ModelFiles, config: &EngineConfig, backend: &Cpu, limits: &Model
     // A hash table is filled to seven eighths, has a power of two of places, and a byte for each.
     let runs = (most_runs(config.max_seqs) * 8 / 7).next_power_of_two() * (size_of::<(SeqId, SeqRun)>() + 1);
     let events = most_events(batch.seqs) * size_of::<Event>();
-    plan.activation_bytes += (Sampler::bytes(spec.vocab) + Batch::bytes(batch) + runs + events) as u64;
+    let batch_bytes = Batch::bytes(batch, limits.groups.len());
+    plan.activation_bytes += (Sampler::bytes(spec.vocab) + batch_bytes + runs + events) as u64;
     Ok(plan)
 }
 

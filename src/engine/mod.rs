@@ -173,7 +173,7 @@ impl Engine {
             return Err(SubmitError::Parameter { name, expected, found: format!("sequence {seq}, which is held") });
         }
         let (run, new) = self.admit(request, held.tokens())?;
-        self.ledger.resume(seq, &new.tokens, new.max_tokens, self.start.elapsed())?;
+        self.ledger.resume_with(seq, &new.tokens, new.max_tokens, new.reuse, self.start.elapsed())?;
         self.runs.insert(seq, run);
         Ok(())
     }
@@ -314,7 +314,13 @@ impl Engine {
             priority: request.priority,
             deadline: request.deadline,
             hold: request.hold,
-            key: 0,
+            key: request.key,
+            // What is cached already is not shown again.
+            reuse: match (&run.embedding, run.prompt_logits) {
+                (Some(_), _) => Some(0),
+                (None, true) => Some(run.shown),
+                (None, false) => None,
+            },
         };
         Ok((run, new))
     }

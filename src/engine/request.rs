@@ -22,8 +22,11 @@ pub struct Request {
     pub priority: i32,
     /// When the answer is due, after the engine's start; for policies that read it.
     pub deadline: Option<Duration>,
-    /// Keep the sequence and its cache when it ends, for a follow-up; [`Engine::cancel`](super::Engine::cancel) frees it.
+    /// Keep the sequence when it ends, for a follow-up; [`Engine::cancel`](super::Engine::cancel) frees it.
     pub hold: bool,
+    /// What is cached of one request is used by others with the same key alone: for tenants who are not to learn from the
+    /// time to the first token what others have asked. 0 by default.
+    pub key: u64,
     /// Show the logits of the prompt's tokens to the observer; needs
     /// [`prompt_logits`](super::EngineConfig::prompt_logits).
     pub prompt_logits: bool,
@@ -42,6 +45,7 @@ impl Request {
             priority: 0,
             deadline: None,
             hold: false,
+            key: 0,
             prompt_logits: false,
             embedding: None,
         }

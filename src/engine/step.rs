@@ -5,7 +5,7 @@
 use super::{Engine, Event, EventKind, FinishReason, RowView, Status};
 use crate::batch::{BatchItem, RowsWanted};
 use crate::error::RunError;
-use crate::ids::SeqId;
+use crate::ids::{MAX_GROUPS, SeqId};
 use crate::model::Progress;
 use crate::sched::PlanItem;
 use std::time::{Duration, Instant};
@@ -71,6 +71,12 @@ impl Engine {
         let mut builder = self.ledger.begin_step(now)?;
         self.scheduler.schedule(&mut builder);
         let info = builder.finish();
+        if !self.ledger.swap_outs().is_empty()
+            && let Err(error) = self.model.swap_out(self.ledger.swap_outs())
+        {
+            self.ledger.swap_failed();
+            return Err(self.give_up(error));
+        }
         if info.items == 0 {
             return Ok(Some(Status::Idle(info.wake_at)));
         }
@@ -81,17 +87,19 @@ impl Engine {
     }
 
     fn lay_out(&mut self) -> Result<(), RunError> {
-        let pairs: Vec<_> = self.ledger.copies().iter().map(|c| (c.from, c.to)).collect();
-        self.model.copy_blocks(&pairs)?;
+        self.model.swap_in(self.ledger.swap_ins())?;
+        self.model.copy_blocks(self.ledger.copies())?;
+        let groups = self.model.groups().len();
         self.batch.clear();
         for item in self.ledger.plan_items() {
             let run = self.runs.get(&item.seq);
             let view = self.ledger.view(item.seq).expect("a sequence that was planned a moment ago");
+            let tables: [_; MAX_GROUPS] = std::array::from_fn(|g| view.block_table(g));
             self.batch.push(BatchItem {
                 tokens: &view.tokens()[item.start..item.start + item.len],
                 start: item.start,
                 total: view.total(),
-                blocks: view.block_table(0),
+                tables: &tables[..groups],
                 rows: run.map_or(RowsWanted::None, |run| run.rows(item)),
             })?;
         }

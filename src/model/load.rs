@@ -19,7 +19,7 @@ impl<B: Backend> Transformer<B> {
     /// [`LoadError`] for tensors that are missing, too many, or of another shape or format than the configuration says, and
     /// where `progress` breaks off; [`RunError`](crate::RunError) where the device has not the memory.
     pub fn load(mut backend: B, files: &ModelFiles, limits: ModelLimits, progress: &mut OnProgress<'_>) -> Result<Self, Error> {
-        limits.check()?;
+        limits.check(files.spec())?;
         let inventory = inventory(files)?;
         let mut total_bytes = 0;
         let part = |p: &Part| p.format.bytes_of(p.shape.iter().product()).unwrap_or(0) as u64;

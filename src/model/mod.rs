@@ -21,7 +21,7 @@ pub use transformer::Transformer;
 use crate::arch::ModelSpec;
 use crate::batch::{Batch, BatchLimits};
 use crate::error::{ConfigError, RunError, reserved};
-use crate::ids::BlockId;
+use crate::ids::{BlockCopy, BlockGroup, BlockId};
 
 /// What a step is to leave in [`Logits`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -143,15 +143,23 @@ pub trait Model: Send {
     /// Tokens in a block of the cache.
     fn block_size(&self) -> usize;
 
-    /// Blocks in the cache.
-    fn blocks(&self) -> usize;
+    /// The pools of the cache's blocks, 1 to [`MAX_GROUPS`](crate::MAX_GROUPS), the farthest reach first. A sequence has a block
+    /// table for each.
+    fn groups(&self) -> &[BlockGroup];
+
+    /// Slots of each group in the host store, where blocks can be put aside.
+    fn swap_blocks(&self) -> &[usize];
+
+    /// Bytes of a token's keys and values in the layers of a group, as [`read_block`](Self::read_block) gives them; 0 where there
+    /// is no such group.
+    fn token_bytes(&self, group: usize) -> usize;
 
     /// Lays a batch out. A step that was begun before and not finished is dropped; what it wrote to the cache lies in slots
     /// that a repeated step writes again.
     ///
     /// # Errors
-    /// [`RunError::BatchTooLarge`]; [`RunError::BadBatch`] for a batch of another block size, for blocks outside the cache
-    /// and tokens outside the vocabulary; or what the device says.
+    /// [`RunError::BatchTooLarge`]; [`RunError::BadBatch`] for a batch made for another block size or other groups, and for
+    /// tokens outside the vocabulary; or what the device says.
     fn begin(&mut self, batch: &Batch, want: Want) -> Result<(), RunError>;
 
     /// Runs the step that was begun, layer by layer, asking `pause` between the halves of a layer; it stops where that says
@@ -161,11 +169,39 @@ pub trait Model: Send {
     /// What the device says; the step is then dropped.
     fn advance(&mut self, pause: &mut dyn FnMut() -> bool, logits: &mut Logits) -> Result<Progress, RunError>;
 
-    /// Copies whole blocks, in order, in all layers.
+    /// Copies whole blocks, in order, each in all layers of its group.
     ///
     /// # Errors
-    /// [`RunError::BadBatch`] for blocks outside the cache, and what the device says.
-    fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError>;
+    /// [`RunError::BadBatch`] for groups and blocks that there are not, with nothing copied; and what the device says.
+    fn copy_blocks(&mut self, copies: &[BlockCopy]) -> Result<(), RunError>;
+
+    /// Copies whole blocks to the host store, in order: `from` is a block of the cache, `to` a slot of the store.
+    ///
+    /// # Errors
+    /// As [`copy_blocks`](Self::copy_blocks), and for slots that there are not.
+    fn swap_out(&mut self, copies: &[BlockCopy]) -> Result<(), RunError>;
+
+    /// Copies whole blocks back, in order: `from` is a slot of the store, `to` a block of the cache.
+    ///
+    /// # Errors
+    /// As [`swap_out`](Self::swap_out).
+    fn swap_in(&mut self, copies: &[BlockCopy]) -> Result<(), RunError>;
+
+    /// The first `tokens` tokens of a block, into `out` of as many times [`token_bytes`](Self::token_bytes): for each layer of the
+    /// group, in order, the keys as `[tokens, kv_heads, qk_dim]`, then the values as `[tokens, kv_heads, v_dim]` unless
+    /// they are part of the keys; values of the cache's type in little-endian order. The layout is every device's.
+    ///
+    /// # Errors
+    /// [`RunError::BadBatch`] for a group or block that there is not, more tokens than a block has, and another length; and what
+    /// the device says.
+    fn read_block(&mut self, group: usize, block: BlockId, tokens: usize, out: &mut [u8]) -> Result<(), RunError>;
+
+    /// Puts into a block what [`read_block`](Self::read_block) gave, of a model with the same weights: bit by bit what the forward
+    /// pass left there. Tokens from `tokens` on stay as they are.
+    ///
+    /// # Errors
+    /// As [`read_block`](Self::read_block), with nothing written.
+    fn write_block(&mut self, group: usize, block: BlockId, tokens: usize, bytes: &[u8]) -> Result<(), RunError>;
 
     /// Device and kernels in one line, for people.
     fn describe(&self) -> String;

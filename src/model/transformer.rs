@@ -20,7 +20,7 @@ use crate::arch::{AttnDims, Ffn, KvLayout, LayerSpec, ModelSpec, NormSpan, NormS
 use crate::backend::{AttnArgs, Backend, Heads, MoeArgs};
 use crate::batch::{Batch, BatchLimits};
 use crate::error::{Error, RunError};
-use crate::ids::BlockId;
+use crate::ids::{BlockCopy, BlockGroup, BlockId};
 
 /// A decoder-only transformer on backend `B`, with its weights and its KV cache.
 pub struct Transformer<B: Backend> {
@@ -28,6 +28,8 @@ pub struct Transformer<B: Backend> {
     spec: ModelSpec,
     weights: Weights<B>,
     limits: ModelLimits,
+    /// Bytes of a token in each group.
+    token_bytes: Vec<usize>,
     kv: B::Kv,
     step: B::Step,
     bufs: Bufs<B>,
@@ -58,19 +60,21 @@ impl<B: Backend> Transformer<B> {
     pub(super) fn new(mut backend: B, spec: ModelSpec, weights: Weights<B>, limits: ModelLimits) -> Result<Self, Error> {
         let shape = limits.kv_shape(&spec);
         let kv = backend.kv(&shape)?;
+        let token_bytes = (0..limits.groups.len()).map(|g| shape.token_bytes(g)).collect();
         let widths = Widths::of(&spec);
         let step = backend.step(&limits.batch, widths.max_columns, &shape, &widths.moe)?;
         let bufs = Bufs::new(&mut backend, &spec, &limits)?;
-        Ok(Transformer { backend, spec, weights, limits, kv, step, bufs, run: None })
+        Ok(Transformer { backend, spec, weights, limits, token_bytes, kv, step, bufs, run: None })
     }
 
-    /// What the buffers, the cache and the embedding hold is all that a batch may name. Slots lie in blocks, so blocks will do.
+    /// What the buffers, the cache and the embedding hold is all that a batch may name. That its blocks are its groups' is the
+    /// batch's own promise.
     fn check(&self, batch: &Batch) -> Result<(), RunError> {
-        let most = self.limits.batch;
+        let most = &self.limits.batch;
         for (what, found, limit) in [
             ("tokens", batch.tokens().len(), most.tokens),
             ("sequences", batch.seqs(), most.seqs),
-            ("block table entries", batch.blocks().len(), most.blocks),
+            ("block table entries", batch.blocks(0).len(), most.blocks),
             ("rows", batch.rows().len(), most.rows),
         ] {
             if found > limit {
@@ -80,17 +84,50 @@ impl<B: Backend> Transformer<B> {
         if batch.block_size() != self.limits.block_size {
             return Err(RunError::bad_batch("block size", self.limits.block_size, batch.block_size()));
         }
+        if batch.groups() != self.limits.groups {
+            let (expected, found) = (format!("{:?}", self.limits.groups), format!("{:?}", batch.groups()));
+            return Err(RunError::bad_batch("groups", expected, found));
+        }
         let vocab = self.spec.vocab;
         if let Some(token) = batch.tokens().iter().find(|token| **token as usize >= vocab) {
             return Err(RunError::bad_batch("token", format_args!("below {vocab}"), token));
         }
-        self.check_blocks(batch.blocks().iter())
+        Ok(())
     }
 
-    fn check_blocks<'a>(&self, mut blocks: impl Iterator<Item = &'a BlockId>) -> Result<(), RunError> {
-        match blocks.find(|block| block.index() >= self.limits.blocks) {
-            Some(block) => Err(RunError::bad_batch("block", format_args!("below {}", self.limits.blocks), block.0)),
-            None => Ok(()),
+    fn group(&self, group: usize) -> Result<&BlockGroup, RunError> {
+        let groups = &self.limits.groups;
+        groups.get(group).ok_or_else(|| RunError::bad_batch("group", format_args!("below {}", groups.len()), group))
+    }
+
+    /// What is read and what is written lie in the host store, or in the cache.
+    fn check_copies(&self, copies: &[BlockCopy], from_store: bool, to_store: bool) -> Result<(), RunError> {
+        for copy in copies {
+            let blocks = self.group(copy.group)?.blocks;
+            for (block, store) in [(copy.from, from_store), (copy.to, to_store)] {
+                let (what, most) = if store { ("slot", self.limits.swap[copy.group]) } else { ("block", blocks) };
+                if block.index() >= most {
+                    let expected = format_args!("below {most} in group {}", copy.group);
+                    return Err(RunError::bad_batch(what, expected, block.0));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The first `tokens` tokens of a block, in `len` bytes.
+    fn check_part(&self, group: usize, block: BlockId, tokens: usize, len: usize) -> Result<(), RunError> {
+        let blocks = self.group(group)?.blocks;
+        if block.index() >= blocks {
+            return Err(RunError::bad_batch("block", format_args!("below {blocks} in group {group}"), block.0));
+        }
+        if tokens > self.limits.block_size {
+            return Err(RunError::bad_batch("tokens of a block", format_args!("at most {}", self.limits.block_size), tokens));
+        }
+        let bytes = tokens * self.token_bytes[group];
+        match len == bytes {
+            true => Ok(()),
+            false => Err(RunError::bad_batch("bytes", format_args!("{bytes} for {tokens} tokens of group {group}"), len)),
         }
     }
 
@@ -326,8 +363,16 @@ impl<B: Backend> Model for Transformer<B> {
         self.limits.block_size
     }
 
-    fn blocks(&self) -> usize {
-        self.limits.blocks
+    fn groups(&self) -> &[BlockGroup] {
+        &self.limits.groups
+    }
+
+    fn swap_blocks(&self) -> &[usize] {
+        &self.limits.swap
+    }
+
+    fn token_bytes(&self, group: usize) -> usize {
+        self.token_bytes.get(group).copied().unwrap_or(0)
     }
 
     fn begin(&mut self, batch: &Batch, want: Want) -> Result<(), RunError> {
@@ -372,9 +417,29 @@ impl<B: Backend> Model for Transformer<B> {
         Ok(Progress::Done)
     }
 
-    fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError> {
-        self.check_blocks(pairs.iter().flat_map(|(from, to)| [from, to]))?;
-        self.backend.copy_blocks(&mut self.kv, pairs)
+    fn copy_blocks(&mut self, copies: &[BlockCopy]) -> Result<(), RunError> {
+        self.check_copies(copies, false, false)?;
+        self.backend.copy_blocks(&mut self.kv, copies)
+    }
+
+    fn swap_out(&mut self, copies: &[BlockCopy]) -> Result<(), RunError> {
+        self.check_copies(copies, false, true)?;
+        self.backend.swap_out(&mut self.kv, copies)
+    }
+
+    fn swap_in(&mut self, copies: &[BlockCopy]) -> Result<(), RunError> {
+        self.check_copies(copies, true, false)?;
+        self.backend.swap_in(&mut self.kv, copies)
+    }
+
+    fn read_block(&mut self, group: usize, block: BlockId, tokens: usize, out: &mut [u8]) -> Result<(), RunError> {
+        self.check_part(group, block, tokens, out.len())?;
+        self.backend.read_block(&self.kv, group, block, tokens, out)
+    }
+
+    fn write_block(&mut self, group: usize, block: BlockId, tokens: usize, bytes: &[u8]) -> Result<(), RunError> {
+        self.check_part(group, block, tokens, bytes.len())?;
+        self.backend.write_block(&mut self.kv, group, block, tokens, bytes)
     }
 
     fn describe(&self) -> String {

@@ -84,6 +84,9 @@ pub struct NewSeq {
     /// Cached blocks are shared among sequences of one key only: what else than tokens decides what they hold, as an adapter
     /// does, or who may profit from whom.
     pub key: u64,
+    /// Take up no more cached tokens than this: the others are run, because somebody wants to see them run. Those that it has
+    /// run itself count as seen.
+    pub reuse: Option<usize>,
 }
 
 /// Sequences by state.
@@ -211,7 +214,7 @@ impl Ledger {
         let i = self.seqs.insert(State::Vacant, tokens, limit, memory);
         let seq = &mut self.seqs[i];
         (seq.arrival, seq.priority, seq.deadline) = (now, new.priority, new.deadline);
-        (seq.hold, seq.key) = (new.hold, new.key);
+        (seq.hold, seq.key, seq.reuse) = (new.hold, new.key, new.reuse.unwrap_or(usize::MAX));
         let id = seq.id;
         self.seqs.enlist(i, State::Waiting);
         Ok(id)
@@ -223,6 +226,21 @@ impl Ledger {
     /// # Errors
     /// As [`Ledger::submit`], and [`SubmitError::Sequence`] for one that is not held.
     pub fn resume(&mut self, seq: SeqId, more: &[TokenId], max_tokens: usize, now: Duration) -> Result<(), SubmitError> {
+        self.resume_with(seq, more, max_tokens, None, now)
+    }
+
+    /// As [`Ledger::resume`], taking up no more cached tokens than `reuse`: see [`NewSeq::reuse`].
+    ///
+    /// # Errors
+    /// As [`Ledger::resume`].
+    pub fn resume_with(
+        &mut self,
+        seq: SeqId,
+        more: &[TokenId],
+        max_tokens: usize,
+        reuse: Option<usize>,
+        now: Duration,
+    ) -> Result<(), SubmitError> {
         let i = self.held(seq)?;
         let total = self.seqs[i].tokens.len().saturating_add(more.len());
         if max_tokens == 0 && total > 0 {
@@ -236,7 +254,7 @@ impl Ledger {
         (s.tokens, s.held, s.swap) = (tokens, held, swap);
         room?;
         s.tokens.extend_from_slice(more);
-        (s.turn, s.limit, s.arrival, s.hit) = (total, limit, now, None);
+        (s.turn, s.limit, s.arrival, s.hit, s.reuse) = (total, limit, now, None, reuse.unwrap_or(usize::MAX));
         self.seqs.enlist(i, State::Waiting);
         Ok(())
     }
@@ -381,8 +399,8 @@ impl Ledger {
         if s.active() {
             return s.computed;
         }
-        let most = s.tokens.len().saturating_sub(usize::from(s.state == State::Waiting));
-        self.blocks.find(self.key_of(s), &s.tokens[..most], |_| ()).tokens.max(s.swap.tokens)
+        let known = if s.state == State::Waiting { s.reusable() } else { &s.tokens };
+        self.blocks.find(self.key_of(s), known, |_| ()).tokens.max(s.swap.tokens)
     }
 
     /// What the cache has done so far, and holds now.
@@ -480,6 +498,7 @@ impl Ledger {
         let s = &mut self.seqs[i];
         let key = RootKey { key: s.key, regime: s.regime };
         self.blocks.retire(&mut s.held, key, &s.tokens[..s.computed]);
+        s.reuse = s.reuse.max(s.computed);
         s.computed = 0;
     }
 

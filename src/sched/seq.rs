@@ -132,6 +132,8 @@ pub(super) struct Seq {
     pub(super) regime: u32,
     /// See [`SeqView::hit`]; none before the first admission.
     pub(super) hit: Option<usize>,
+    /// Cached tokens that it may take up.
+    pub(super) reuse: usize,
     pub(super) held: Hold,
     pub(super) swap: Swapped,
     pub(super) arrival: Duration,
@@ -146,6 +148,11 @@ pub(super) struct Seq {
 impl Seq {
     pub(super) fn left(&self) -> usize {
         self.tokens.len() - self.computed
+    }
+
+    /// What it may find cached: at least one token is run, for its logits.
+    pub(super) fn reusable(&self) -> &[TokenId] {
+        &self.tokens[..self.tokens.len().saturating_sub(1).min(self.reuse)]
     }
 
     /// It runs, or is about to.
@@ -202,6 +209,7 @@ impl Slab {
             computed: 0,
             regime: 0,
             hit: None,
+            reuse: usize::MAX,
             held,
             swap,
             arrival: Duration::ZERO,

@@ -165,8 +165,7 @@ impl StepBuilder<'_> {
         if s.held.is_empty() {
             // What others run on is there; what only the tree holds counts as free.
             let mut there = 0;
-            let known = &s.tokens[..s.tokens.len().saturating_sub(1)];
-            let found = blocks.find(l.key_of(s), known, |node| {
+            let found = blocks.find(l.key_of(s), s.reusable(), |node| {
                 there += usize::from(blocks.tree.block(node, 0).is_some_and(|b| !pool.idle(b)));
             });
             return most.saturating_sub(there.min(found.nodes)) + usize::from(found.partial.is_some());
@@ -402,8 +401,7 @@ impl Ledger {
         let (key, groups) = (self.key_of(&self.seqs[i]), self.cfg.groups.len());
         let Ledger { seqs, blocks, store, step, cfg, .. } = self;
         let s = &mut seqs[i];
-        // At least one token runs: its logits are wanted.
-        let mut most = s.tokens.len() - 1;
+        let mut most = s.reusable().len();
         loop {
             let found = blocks.adopt(key, &s.tokens[..most], &mut s.held);
             let stored = s.swap.tokens > found.tokens;

@@ -19,30 +19,24 @@ use super::pool::{Disjoint, Pool};
 use super::simd::{LANES, MAX_ROWS, PART_TAIL, PIECE, PieceJob, Tier, TurnJob, VECTORS};
 use crate::arch::AttnDims;
 use crate::backend::{AttnArgs, Heads, KvShape};
-use crate::batch::{Batch, BatchLimits};
+use crate::batch::BatchLimits;
 use crate::dtype::KvDType;
 use crate::error::RunError;
 use crate::ids::BlockId;
 use parking_lot::Mutex;
 use std::f32::consts::LOG2_E;
 
-/// The arrays of a [`Batch`] that attention reads.
+/// The arrays of a [`Batch`](crate::batch::Batch) that attention reads, of the layer's group.
 #[derive(Clone, Copy)]
 pub(super) struct AttnBatch<'a> {
-    /// See [`Batch::q_indptr`].
+    /// See [`q_indptr`](crate::batch::Batch::q_indptr).
     pub(super) q_indptr: &'a [u32],
-    /// See [`Batch::kv_lens`].
+    /// See [`kv_lens`](crate::batch::Batch::kv_lens).
     pub(super) kv_lens: &'a [u32],
-    /// See [`Batch::block_indptr`].
+    /// See [`block_indptr`](crate::batch::Batch::block_indptr).
     pub(super) block_indptr: &'a [u32],
-    /// See [`Batch::blocks`]. Not read for blocks wholly behind a window.
+    /// See [`blocks`](crate::batch::Batch::blocks). Not read for blocks wholly behind a window.
     pub(super) blocks: &'a [BlockId],
-}
-
-impl<'a> From<&'a Batch> for AttnBatch<'a> {
-    fn from(b: &'a Batch) -> Self {
-        AttnBatch { q_indptr: b.q_indptr(), kv_lens: b.kv_lens(), block_indptr: b.block_indptr(), blocks: b.blocks() }
-    }
 }
 
 /// Memory for the largest batch: a call allocates nothing.

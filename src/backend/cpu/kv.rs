@@ -1,6 +1,7 @@
 //! The paged cache in memory: for each layer, block and kv head the keys as `[qk_dim][block_size]`, then the values as
 //! `[block_size][v_dim]`, v_dim padded to whole vectors. So a lane is a token in the scores and a dimension in the sums.
-//! A layer whose values are part of its keys has keys alone.
+//! A layer whose values are part of its keys has keys alone. Slots of the host store are blocks like the others, behind those of
+//! the pool: on this device both are the host's memory.
 //! Knows no sequence: which block is whose is the batch's business.
 //!
 //! Invariant: a write touches its own tokens only; padding stays zero.
@@ -13,21 +14,31 @@ use crate::arch::AttnDims;
 use crate::backend::{Heads, KvShape};
 use crate::dtype::KvDType;
 use crate::error::RunError;
-use crate::ids::BlockId;
+use crate::ids::{BlockCopy, BlockId};
 use bytemuck::{Pod, Zeroable};
 
 /// The cache of all layers: see [`KvShape`].
 pub struct CpuKv {
     layers: Vec<Layer>,
-    blocks: usize,
+    /// Blocks and host-store slots of each group.
+    groups: Vec<Pools>,
     block_size: usize,
     dtype: KvDType,
     data: Aligned<Line>,
 }
 
+#[derive(Clone, Copy)]
+struct Pools {
+    blocks: usize,
+    swap: usize,
+}
+
 /// Where a layer lies, in values.
 #[derive(Clone, Copy)]
 struct Layer {
+    group: usize,
+    /// Blocks in its group's pool.
+    blocks: usize,
     offset: usize,
     kv_heads: usize,
     qk_dim: usize,
@@ -55,7 +66,7 @@ impl CpuKv {
     /// A cache of zeros.
     ///
     /// # Errors
-    /// Where the memory is not to be had, or a block is no power of two of whole vectors.
+    /// Where the memory is not to be had, a block is no power of two of whole vectors, or layers and groups do not agree.
     pub(super) fn new(shape: &KvShape) -> Result<Self, RunError> {
         let refuse = |message| Err(RunError::Device { device: "CPU".into(), message });
         if !shape.block_size.is_power_of_two() || shape.block_size < LANES {
@@ -65,14 +76,30 @@ impl CpuKv {
         if let Some((i, d)) = shape.layers.iter().enumerate().find(|(_, d)| d.v_in_k && d.v_dim > d.qk_dim) {
             return refuse(format!("layer {i}: values of {} in keys of {}", d.v_dim, d.qk_dim));
         }
+        let (groups, of) = (shape.blocks.len(), &shape.group_of);
+        if shape.swap.len() != groups || of.len() != shape.layers.len() || of.iter().any(|g| *g >= groups) {
+            let (stores, layers) = (shape.swap.len(), shape.layers.len());
+            return refuse(format!(
+                "{groups} groups of blocks: found {stores} host stores, and {layers} layers in groups {of:?}"
+            ));
+        }
         let refused = || RunError::Device {
             device: "CPU".into(),
-            message: format!("no memory for a cache of {} blocks of {} tokens", shape.blocks, shape.block_size),
+            message: format!(
+                "no memory for a cache of {:?} blocks of {} tokens and {:?} in its host store",
+                shape.blocks, shape.block_size, shape.swap
+            ),
         };
         let bytes = Self::bytes(shape).ok_or_else(refused)?;
         let (layers, _) = layout(shape).ok_or_else(refused)?;
         let data = Aligned::zeroed(bytes / size_of::<Line>()).map_err(|_| refused())?;
-        Ok(CpuKv { layers, blocks: shape.blocks, block_size: shape.block_size, dtype: shape.dtype, data })
+        let groups = shape.blocks.iter().zip(&shape.swap).map(|(&blocks, &swap)| Pools { blocks, swap }).collect();
+        Ok(CpuKv { layers, groups, block_size: shape.block_size, dtype: shape.dtype, data })
+    }
+
+    /// The group of a layer.
+    pub(super) fn group_of(&self, layer: usize) -> usize {
+        self.layers[layer].group
     }
 
     /// Type of the values.
@@ -115,34 +142,83 @@ impl CpuKv {
         let l = self.layers[layer];
         assert_eq!((k.heads, k.dim), (l.kv_heads, l.qk_dim), "key heads of layer {layer}");
         assert!(l.v_in_k || (v.heads, v.dim) == (l.kv_heads, l.v_dim), "value heads of layer {layer}: {v:?}");
-        let this = (self.blocks, self.block_size);
+        let block_size = self.block_size;
         match self.dtype {
             KvDType::F32 => {
                 let data = Disjoint::new(bytemuck::cast_slice_mut::<Line, f32>(&mut self.data));
-                write(pool, this, &l, data, slots, src, k, v, |from, to| to.copy_from_slice(from));
+                write(pool, block_size, &l, data, slots, src, k, v, |from, to| to.copy_from_slice(from));
             }
             KvDType::F16 => {
                 let data = Disjoint::new(bytemuck::cast_slice_mut::<Line, u16>(&mut self.data));
-                write(pool, this, &l, data, slots, src, k, v, |from, to| tier.attention.narrow(from, to));
+                write(pool, block_size, &l, data, slots, src, k, v, |from, to| tier.attention.narrow(from, to));
             }
         }
     }
 
-    /// Copies whole blocks in all layers, in order.
+    /// Copies whole blocks in all layers of their groups, in order.
     ///
     /// # Panics
-    /// Where a block lies beyond the cache.
-    pub(super) fn copy_blocks(&mut self, pairs: &[(BlockId, BlockId)]) {
+    /// Where a block lies beyond the pool, as the two below do.
+    pub(super) fn copy_blocks(&mut self, copies: &[BlockCopy]) {
+        self.copy(copies, false, false);
+    }
+
+    /// The same to slots of the host store.
+    pub(super) fn swap_out(&mut self, copies: &[BlockCopy]) {
+        self.copy(copies, false, true);
+    }
+
+    /// The same from slots of the host store.
+    pub(super) fn swap_in(&mut self, copies: &[BlockCopy]) {
+        self.copy(copies, true, false);
+    }
+
+    /// What is read or written lies in the host store, or in the pool.
+    fn copy(&mut self, copies: &[BlockCopy], from_store: bool, to_store: bool) {
         let size = self.dtype.bytes();
         let data = bytemuck::cast_slice_mut::<Line, u8>(&mut self.data);
-        for l in &self.layers {
-            let bytes = l.kv_heads * l.head * size;
-            for (from, to) in pairs {
-                assert!(from.index().max(to.index()) < self.blocks, "copy of block {} to {} of {}", from.0, to.0, self.blocks);
-                let at = |block: &BlockId| l.offset * size + block.index() * bytes;
+        for c in copies {
+            let pools = self.groups[c.group];
+            let place = |block: BlockId, store: bool| {
+                let (base, most) = if store { (pools.blocks, pools.swap) } else { (0, pools.blocks) };
+                assert!(block.index() < most, "copy of {c:?}: {block:?} of {most}, host store: {store}");
+                base + block.index()
+            };
+            let (from, to) = (place(c.from, from_store), place(c.to, to_store));
+            for l in self.layers.iter().filter(|l| l.group == c.group) {
+                let bytes = l.kv_heads * l.head * size;
+                let at = |place: usize| l.offset * size + place * bytes;
                 data.copy_within(at(from)..at(from) + bytes, at(to));
             }
         }
+    }
+
+    /// The first `tokens` tokens of a block as [`Backend::read_block`](crate::backend::Backend::read_block) lays them out.
+    ///
+    /// # Panics
+    /// Where there is no such group, block or token, or `out` has another length; as the next one does.
+    pub(super) fn read_block(&self, group: usize, block: BlockId, tokens: usize, out: &mut [u8]) {
+        self.check_part(group, block, tokens);
+        let rows = rows(&self.layers, group, block.index(), self.block_size, tokens);
+        match self.dtype {
+            KvDType::F32 => read_rows::<4>(&self.data, rows, out),
+            KvDType::F16 => read_rows::<2>(&self.data, rows, out),
+        }
+    }
+
+    /// Writes them.
+    pub(super) fn write_block(&mut self, group: usize, block: BlockId, tokens: usize, bytes: &[u8]) {
+        self.check_part(group, block, tokens);
+        let rows = rows(&self.layers, group, block.index(), self.block_size, tokens);
+        match self.dtype {
+            KvDType::F32 => write_rows::<4>(&mut self.data, rows, bytes),
+            KvDType::F16 => write_rows::<2>(&mut self.data, rows, bytes),
+        }
+    }
+
+    fn check_part(&self, group: usize, block: BlockId, tokens: usize) {
+        let (blocks, most) = (self.groups[group].blocks, self.block_size);
+        assert!(block.index() < blocks && tokens <= most, "{tokens} tokens of {most} of {block:?} of {blocks} in group {group}");
     }
 
     /// Makes every value a NaN, as if an earlier owner had left it.
@@ -153,7 +229,7 @@ impl CpuKv {
 
     /// Value index of a head in a block.
     fn head_at(&self, l: &Layer, block: usize, head: usize) -> usize {
-        assert!(block < self.blocks && head < l.kv_heads, "block {block} of {}, head {head} of {}", self.blocks, l.kv_heads);
+        assert!(block < l.blocks && head < l.kv_heads, "block {block} of {}, head {head} of {}", l.blocks, l.kv_heads);
         l.offset + (block * l.kv_heads + head) * l.head
     }
 }
@@ -162,7 +238,7 @@ impl CpuKv {
 #[allow(clippy::too_many_arguments)]
 fn write<E: Copy + Default + Send>(
     pool: &Pool,
-    (blocks, block_size): (usize, usize),
+    block_size: usize,
     l: &Layer,
     data: Disjoint<'_, E>,
     slots: &[u32],
@@ -175,7 +251,7 @@ fn write<E: Copy + Default + Send>(
     pool.for_each_chunk(l.kv_heads, grain, |_, heads| {
         for (token, &slot) in slots.iter().enumerate() {
             let (block, offset) = (slot as usize / block_size, slot as usize % block_size);
-            assert!(block < blocks, "slot {slot} of {}", blocks * block_size);
+            assert!(block < l.blocks, "slot {slot} of {}", l.blocks * block_size);
             for head in heads.clone() {
                 let at = l.offset + (block * l.kv_heads + head) * l.head;
                 // SAFETY: a head is handed out once, and this is its part of a block.
@@ -200,19 +276,69 @@ fn write<E: Copy + Default + Send>(
     });
 }
 
+/// Where the heads of a block's first tokens lie, in the order of [`CpuKv::read_block`]: first value, step to the next, values.
+fn rows(
+    layers: &[Layer],
+    group: usize,
+    block: usize,
+    block_size: usize,
+    tokens: usize,
+) -> impl Iterator<Item = (usize, usize, usize)> {
+    layers.iter().filter(move |l| l.group == group).flat_map(move |l| {
+        let first = l.offset + block * l.kv_heads * l.head;
+        let heads = move |of: usize| (0..of).flat_map(move |t| (0..l.kv_heads).map(move |h| (t, first + h * l.head)));
+        let keys = heads(tokens).map(move |(t, head)| (head + t, block_size, l.qk_dim));
+        let values = heads(if l.v_in_k { 0 } else { tokens });
+        keys.chain(values.map(move |(t, head)| (head + l.keys + t * l.v_width, 1, l.v_dim)))
+    })
+}
+
+fn read_rows<const N: usize>(data: &[Line], rows: impl Iterator<Item = (usize, usize, usize)>, mut out: &mut [u8]) {
+    let data = bytemuck::cast_slice::<Line, u8>(data).as_chunks::<N>().0;
+    for (at, step, len) in rows {
+        let (row, rest) = out.split_at_mut(len * N);
+        out = rest;
+        for (value, stored) in row.as_chunks_mut::<N>().0.iter_mut().zip(data[at..].iter().step_by(step)) {
+            *value = little_endian(*stored);
+        }
+    }
+    assert!(out.is_empty(), "room for {} bytes more than there are", out.len());
+}
+
+fn write_rows<const N: usize>(data: &mut [Line], rows: impl Iterator<Item = (usize, usize, usize)>, mut bytes: &[u8]) {
+    let data = bytemuck::cast_slice_mut::<Line, u8>(data).as_chunks_mut::<N>().0;
+    for (at, step, len) in rows {
+        let (row, rest) = bytes.split_at(len * N);
+        bytes = rest;
+        for (value, stored) in row.as_chunks::<N>().0.iter().zip(data[at..].iter_mut().step_by(step)) {
+            *stored = little_endian(*value);
+        }
+    }
+    assert!(bytes.is_empty(), "{} bytes more than there is room for", bytes.len());
+}
+
+/// From the machine's byte order, or back to it.
+fn little_endian<const N: usize>(mut value: [u8; N]) -> [u8; N] {
+    if cfg!(target_endian = "big") {
+        value.reverse();
+    }
+    value
+}
+
 /// The layers and the values in all.
 fn layout(shape: &KvShape) -> Option<(Vec<Layer>, usize)> {
     let line = size_of::<Line>() / shape.dtype.bytes();
     let mut offset = 0usize;
     let mut layers = Vec::with_capacity(shape.layers.len());
-    for dims in &shape.layers {
+    for (dims, &group) in shape.layers.iter().zip(&shape.group_of) {
+        let (blocks, swap) = (*shape.blocks.get(group)?, *shape.swap.get(group)?);
         let v_width = dims.v_dim.checked_next_multiple_of(LANES)?;
         let keys = dims.qk_dim.checked_mul(shape.block_size)?.checked_next_multiple_of(line)?;
         let values = if dims.v_in_k { 0 } else { v_width.checked_mul(shape.block_size)? };
         let head = values.checked_add(keys)?.checked_next_multiple_of(line)?;
         let AttnDims { kv_heads, qk_dim, v_dim, v_in_k, .. } = *dims;
-        layers.push(Layer { offset, kv_heads, qk_dim, v_dim, v_width, v_in_k, keys, head });
-        offset = head.checked_mul(dims.kv_heads)?.checked_mul(shape.blocks)?.checked_add(offset)?;
+        layers.push(Layer { group, blocks, offset, kv_heads, qk_dim, v_dim, v_width, v_in_k, keys, head });
+        offset = head.checked_mul(dims.kv_heads)?.checked_mul(blocks.checked_add(swap)?)?.checked_add(offset)?;
     }
     Some((layers, offset))
 }
@@ -221,117 +347,4 @@ fn layout(shape: &KvShape) -> Option<(Vec<Layer>, usize)> {
 const PARALLEL_FROM: usize = 16_384;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Heads of a token as they lie in the cache, keys then values, widened.
-    fn token(kv: &CpuKv, layer: usize, slot: usize, head: usize) -> (Vec<f32>, Vec<f32>) {
-        let l = kv.layers[layer];
-        let (k, v) = kv.head(layer, BlockId((slot / kv.block_size) as u32), head);
-        let value = |bytes: &[u8], i: usize| match kv.dtype {
-            KvDType::F32 => bytemuck::cast_slice::<u8, f32>(bytes)[i],
-            KvDType::F16 => half::f16::from_bits(bytemuck::cast_slice::<u8, u16>(bytes)[i]).to_f32(),
-        };
-        let offset = slot % kv.block_size;
-        let keys = (0..l.qk_dim).map(|d| value(k, d * kv.block_size + offset)).collect();
-        let stored = if l.v_in_k { 0 } else { l.v_width };
-        let values = (0..stored).map(|d| value(v, offset * l.v_width + d)).collect();
-        (keys, values)
-    }
-
-    #[test]
-    fn tokens_are_found_where_they_were_written_and_blocks_copied_in_order() {
-        let dims = |kv_heads, qk_dim, v_dim| AttnDims { heads: kv_heads, kv_heads, qk_dim, v_dim, v_in_k: false };
-        for dtype in [KvDType::F32, KvDType::F16] {
-            for (tokens, threads) in [(3, 1), (90, 3)] {
-                let layers = vec![dims(3, 70, 17), dims(1, 16, 96)];
-                let shape = KvShape { layers, blocks: 7, block_size: 32, dtype };
-                let mut kv = CpuKv::new(&shape).unwrap();
-                // Keys 70 x 32 and values 32 x 32 of 3 heads; 16 x 32 and 32 x 96 of one.
-                assert_eq!(CpuKv::bytes(&shape), Some(7 * 32 * (3 * (70 + 32) + 16 + 96) * dtype.bytes()));
-                assert_eq!(CpuKv::bytes(&shape).unwrap(), kv.data.len() * size_of::<Line>());
-
-                let slots: Vec<u32> = (0..tokens).map(|t| t * 67 % (6 * 32)).collect();
-                let (pool, tier) = (Pool::new(threads).unwrap(), Tier::best());
-                for (layer, d) in shape.layers.iter().enumerate() {
-                    let stride = d.kv_heads * (d.qk_dim + d.v_dim);
-                    let k = Heads { stride, offset: 0, heads: d.kv_heads, dim: d.qk_dim };
-                    let v = Heads { stride, offset: d.kv_heads * d.qk_dim, heads: d.kv_heads, dim: d.v_dim };
-                    // Up to 2048 a half holds whole numbers.
-                    let src: Vec<_> = (0..tokens as usize * stride).map(|i| (i % 2039) as f32 + 1.0).collect();
-                    kv.write(&pool, tier, layer, &slots, &src, k, v);
-                    for (t, &slot) in slots.iter().enumerate() {
-                        for head in 0..d.kv_heads {
-                            let (keys, values) = token(&kv, layer, slot as usize, head);
-                            assert_eq!(keys, src[t * stride + head * d.qk_dim..][..d.qk_dim]);
-                            assert_eq!(values[..d.v_dim], src[t * stride + v.offset + head * d.v_dim..][..d.v_dim]);
-                            assert!(values[d.v_dim..].iter().all(|v| *v == 0.0), "padding stays zero");
-                        }
-                    }
-                }
-
-                // 0 goes to 6, and from there to 1: in order.
-                let before: Vec<_> = (0..2).map(|layer| token(&kv, layer, 0, 0)).collect();
-                kv.copy_blocks(&[(BlockId(0), BlockId(6)), (BlockId(6), BlockId(1))]);
-                for (layer, before) in before.iter().enumerate() {
-                    assert!(*before == token(&kv, layer, 6 * 32, 0) && *before == token(&kv, layer, 32, 0), "layer {layer}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn values_in_keys_take_no_memory() {
-        // DeepSeek-V3: a latent of 512 and 64 rotated values for all of 128 heads.
-        let latent = AttnDims { heads: 128, kv_heads: 1, qk_dim: 512 + 64, v_dim: 512, v_in_k: true };
-        let expanded = AttnDims { heads: 128, kv_heads: 128, qk_dim: 128 + 64, v_dim: 128, v_in_k: false };
-        for block_size in [16, 64] {
-            let bytes = |dims, dtype| CpuKv::bytes(&KvShape { layers: vec![dims], blocks: 10, block_size, dtype }).unwrap();
-            let token = |dims, dtype| bytes(dims, dtype) / (10 * block_size);
-            assert_eq!(bytes(latent, KvDType::F16), 10 * block_size * 1152);
-            assert_eq!((token(latent, KvDType::F16), token(latent, KvDType::F32)), (1152, 2304));
-            // 71 times.
-            assert_eq!(token(expanded, KvDType::F16), 81_920);
-        }
-    }
-
-    #[test]
-    fn values_in_keys_are_not_written() {
-        let plain = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
-        for dtype in [KvDType::F32, KvDType::F16] {
-            let latent = AttnDims { heads: 4, kv_heads: 2, qk_dim: 20, v_dim: 12, v_in_k: true };
-            let shape = KvShape { layers: vec![plain, latent, plain], blocks: 3, block_size: 16, dtype };
-            let mut kv = CpuKv::new(&shape).unwrap();
-            let src: Vec<_> = (1..=3 * 42).map(|i| i as f32).collect();
-            let heads = Heads { stride: 42, offset: 2, heads: 2, dim: 20 };
-            // Where values would lie is of no concern.
-            let nowhere = Heads { stride: 0, offset: usize::MAX, heads: 0, dim: 0 };
-            kv.write(&Pool::new(1).unwrap(), Tier::best(), 1, &[47, 3, 16], &src, heads, nowhere);
-            kv.copy_blocks(&[(BlockId(2), BlockId(1)), (BlockId(0), BlockId(2))]);
-            for (t, slot) in [(0, 47 - 16), (1, 3), (1, 3 + 32)] {
-                for head in 0..2 {
-                    let (keys, values) = token(&kv, 1, slot, head);
-                    assert_eq!(keys, src[t * 42 + 2 + head * 20..][..20]);
-                    assert!(values.is_empty());
-                }
-            }
-            let size = dtype.bytes();
-            let other = |layer| (0..3).all(|b| kv.head(layer, BlockId(b), 0).0.iter().all(|v| *v == 0));
-            assert!(other(0) && other(2), "no other layer is touched");
-            // 20 x 16 values of two heads, between 32 x 16 of one.
-            assert_eq!(CpuKv::bytes(&shape), Some(3 * 16 * (2 * 20 + 2 * 32) * size));
-        }
-    }
-
-    #[test]
-    fn a_size_beyond_memory_is_an_error() {
-        let layers = vec![AttnDims { heads: 1, kv_heads: 1, qk_dim: 64, v_dim: 64, v_in_k: false }];
-        let shape = KvShape { layers, blocks: usize::MAX / 64, block_size: 16, dtype: KvDType::F16 };
-        assert_eq!(CpuKv::bytes(&shape), None);
-        assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { .. })));
-        for block_size in [0, 8, 17] {
-            let shape = KvShape { block_size, blocks: 2, ..shape.clone() };
-            assert!(matches!(CpuKv::new(&shape), Err(RunError::Device { message, .. }) if message.contains("blocks: expected")));
-        }
-    }
-}
+mod tests;

@@ -11,7 +11,7 @@ use crate::backend::{AttnArgs, Backend, Heads, KvShape, MoeArgs, MoeShape, RowOr
 use crate::batch::{Batch, BatchLimits};
 use crate::dtype::FormatId;
 use crate::error::{LoadError, RunError};
-use crate::ids::BlockId;
+use crate::ids::{BlockCopy, BlockId};
 use crate::quant;
 
 impl Backend for Cpu {
@@ -242,7 +242,7 @@ impl Backend for Cpu {
         kv: &mut CpuKv,
         layer: usize,
     ) -> Result<(), RunError> {
-        kv.write(&self.pool, self.tier, layer, &step.slots, &kv_src.0, k, v);
+        kv.write(&self.pool, self.tier, layer, step.slots(kv.group_of(layer)), &kv_src.0, k, v);
         Ok(())
     }
 
@@ -260,7 +260,7 @@ impl Backend for Cpu {
         let sinks = sinks.map(|s| &s.0[..args.dims.heads]);
         // The caller's thread joins pieces outside of the pool's jobs.
         let _env = FloatEnv::enter();
-        let (batch, scratch) = step.attention();
+        let (batch, scratch) = step.attention(kv.group_of(layer));
         attention::attention(&self.pool, self.tier, scratch, batch, args, sinks, &q_src.0, q, kv, layer, &mut out.0);
         Ok(())
     }
@@ -298,8 +298,28 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn copy_blocks(&mut self, kv: &mut CpuKv, pairs: &[(BlockId, BlockId)]) -> Result<(), RunError> {
-        kv.copy_blocks(pairs);
+    fn copy_blocks(&mut self, kv: &mut CpuKv, copies: &[BlockCopy]) -> Result<(), RunError> {
+        kv.copy_blocks(copies);
+        Ok(())
+    }
+
+    fn swap_out(&mut self, kv: &mut CpuKv, copies: &[BlockCopy]) -> Result<(), RunError> {
+        kv.swap_out(copies);
+        Ok(())
+    }
+
+    fn swap_in(&mut self, kv: &mut CpuKv, copies: &[BlockCopy]) -> Result<(), RunError> {
+        kv.swap_in(copies);
+        Ok(())
+    }
+
+    fn read_block(&mut self, kv: &CpuKv, group: usize, block: BlockId, tokens: usize, out: &mut [u8]) -> Result<(), RunError> {
+        kv.read_block(group, block, tokens, out);
+        Ok(())
+    }
+
+    fn write_block(&mut self, kv: &mut CpuKv, group: usize, block: BlockId, tokens: usize, bytes: &[u8]) -> Result<(), RunError> {
+        kv.write_block(group, block, tokens, bytes);
         Ok(())
     }
 

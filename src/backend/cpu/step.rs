@@ -17,16 +17,22 @@ pub struct CpuStep {
     limits: BatchLimits,
     pub(super) tokens: Vec<TokenId>,
     pub(super) positions: Vec<u32>,
-    pub(super) slots: Vec<u32>,
     pub(super) rows: Vec<u32>,
     q_indptr: Vec<u32>,
     kv_lens: Vec<u32>,
-    block_indptr: Vec<u32>,
-    blocks: Vec<BlockId>,
+    /// One for each group of layers.
+    tables: Vec<Tables>,
     /// Activations in a kernel's layout, a word a value at most.
     pub(super) words: Aligned<u32>,
     pub(super) attention: AttnScratch,
     pub(super) moe: MoeScratch,
+}
+
+/// Where a group's layers find a batch's tokens.
+struct Tables {
+    slots: Vec<u32>,
+    indptr: Vec<u32>,
+    blocks: Vec<BlockId>,
 }
 
 impl CpuStep {
@@ -40,7 +46,8 @@ impl CpuStep {
         tier: &Tier,
     ) -> u64 {
         // Four bytes in every array.
-        let index = 3 * limits.tokens + limits.rows + 3 * limits.seqs + 2 + limits.blocks;
+        let group = limits.tokens + limits.seqs + 1 + limits.blocks;
+        let index = 2 * limits.tokens + limits.rows + 2 * limits.seqs + 1 + kv.blocks.len() * group;
         let words = (MoeScratch::pairs(limits.tokens, moe) as u64).saturating_mul(max_columns as u64);
         let bytes = words.saturating_add(index as u64).saturating_mul(4);
         let attention = AttnScratch::bytes(limits, kv, threads, tier) as u64;
@@ -55,16 +62,18 @@ impl CpuStep {
         threads: usize,
         tier: &Tier,
     ) -> Result<Self, RunError> {
+        let tables = || -> Result<Tables, RunError> {
+            let (slots, indptr) = (reserved(limits.tokens)?, reserved(limits.seqs + 1)?);
+            Ok(Tables { slots, indptr, blocks: reserved(limits.blocks)? })
+        };
         Ok(CpuStep {
             limits: *limits,
             tokens: reserved(limits.tokens)?,
             positions: reserved(limits.tokens)?,
-            slots: reserved(limits.tokens)?,
             rows: reserved(limits.rows)?,
             q_indptr: reserved(limits.seqs + 1)?,
             kv_lens: reserved(limits.seqs)?,
-            block_indptr: reserved(limits.seqs + 1)?,
-            blocks: reserved(limits.blocks)?,
+            tables: kv.blocks.iter().map(|_| tables()).collect::<Result<_, _>>()?,
             words: Aligned::zeroed(MoeScratch::pairs(limits.tokens, moe).saturating_mul(max_columns))?,
             attention: AttnScratch::new(limits, kv, threads, tier)?,
             moe: MoeScratch::new(limits.tokens, moe)?,
@@ -79,27 +88,33 @@ impl CpuStep {
         };
         fits("tokens", batch.tokens().len(), self.limits.tokens)?;
         fits("sequences", batch.seqs(), self.limits.seqs)?;
-        fits("block table entries", batch.blocks().len(), self.limits.blocks)?;
+        fits("block table entries", batch.blocks(0).len(), self.limits.blocks)?;
         fits("rows", batch.rows().len(), self.limits.rows)?;
+        if batch.groups().len() != self.tables.len() {
+            return Err(RunError::bad_batch("groups", self.tables.len(), batch.groups().len()));
+        }
         refill(&mut self.tokens, batch.tokens());
         refill(&mut self.positions, batch.positions());
-        refill(&mut self.slots, batch.slots());
         refill(&mut self.rows, batch.rows());
         refill(&mut self.q_indptr, batch.q_indptr());
         refill(&mut self.kv_lens, batch.kv_lens());
-        refill(&mut self.block_indptr, batch.block_indptr());
-        refill(&mut self.blocks, batch.blocks());
+        for (g, group) in self.tables.iter_mut().enumerate() {
+            refill(&mut group.slots, batch.slots(g));
+            refill(&mut group.indptr, batch.block_indptr(g));
+            refill(&mut group.blocks, batch.blocks(g));
+        }
         Ok(())
     }
 
-    /// What attention reads, and what it writes to.
-    pub(super) fn attention(&mut self) -> (AttnBatch<'_>, &mut AttnScratch) {
-        let batch = AttnBatch {
-            q_indptr: &self.q_indptr,
-            kv_lens: &self.kv_lens,
-            block_indptr: &self.block_indptr,
-            blocks: &self.blocks,
-        };
+    /// Where the step's keys and values go in a group's layers.
+    pub(super) fn slots(&self, group: usize) -> &[u32] {
+        &self.tables[group].slots
+    }
+
+    /// What attention of a group's layers reads, and what it writes to.
+    pub(super) fn attention(&mut self, group: usize) -> (AttnBatch<'_>, &mut AttnScratch) {
+        let Tables { indptr, blocks, .. } = &self.tables[group];
+        let batch = AttnBatch { q_indptr: &self.q_indptr, kv_lens: &self.kv_lens, block_indptr: indptr, blocks };
         (batch, &mut self.attention)
     }
 }

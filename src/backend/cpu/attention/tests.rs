@@ -6,7 +6,8 @@ use super::super::pool::Pool;
 use super::super::simd::Tier;
 use super::*;
 use crate::arch::AttnDims;
-use crate::batch::{BatchItem, RowsWanted};
+use crate::batch::{Batch, BatchItem, RowsWanted};
+use crate::ids::BlockGroup;
 
 /// A small generator: numbers near a normal law.
 struct Rng(u64);
@@ -65,7 +66,7 @@ impl World {
         let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40, v_in_k: false };
         let per_seq: Vec<_> = lens.iter().map(|l| l.div_ceil(block_size)).collect();
         let blocks = per_seq.iter().sum::<usize>() + 3;
-        let kv_shape = KvShape { layers: vec![other, dims, other], blocks, block_size, dtype };
+        let kv_shape = KvShape::one_group(vec![other, dims, other], blocks, block_size, dtype);
         let mut kv = CpuKv::new(&kv_shape).unwrap();
         kv.poison();
         let mut rng = Rng(lens.len() as u64 + lens[0] as u64);
@@ -107,12 +108,13 @@ impl World {
     /// Output bits of the given (sequence, first position, end) in one batch.
     fn run(&self, tier: &Tier, threads: usize, items: &[(usize, usize, usize)]) -> Vec<u32> {
         let Shape { heads, qk_dim, v_dim, block_size, .. } = self.shape;
-        let mut batch = Batch::new(block_size, self.limits).unwrap();
+        let group = BlockGroup { blocks: self.kv_shape.blocks[0], window: self.shape.window };
+        let mut batch = Batch::new(block_size, &[group], self.limits).unwrap();
         let mut q = Vec::new();
         for &(seq, start, end) in items {
             let tokens = vec![0; end - start];
-            let blocks = &self.seqs[seq].table;
-            batch.push(BatchItem { tokens: &tokens, start, total: end, blocks, rows: RowsWanted::None }).unwrap();
+            let tables = &[&self.seqs[seq].table[..]];
+            batch.push(BatchItem { tokens: &tokens, start, total: end, tables, rows: RowsWanted::None }).unwrap();
             for row in self.seqs[seq].q.chunks(heads * qk_dim).take(end).skip(start) {
                 q.extend_from_slice(&[7.0; 3]);
                 q.extend_from_slice(row);
@@ -134,7 +136,13 @@ impl World {
         let mut out = vec![f32::NAN; batch.tokens().len() * heads * v_dim];
         let heads = Heads { stride: heads * qk_dim + 3, offset: 3, heads, dim: qk_dim };
         let sinks = self.sinks.as_deref();
-        attention(&pool, tier, &mut scratch, (&batch).into(), &self.args, sinks, &q, heads, &self.kv, LAYER, &mut out);
+        let arrays = AttnBatch {
+            q_indptr: batch.q_indptr(),
+            kv_lens: batch.kv_lens(),
+            block_indptr: batch.block_indptr(0),
+            blocks: batch.blocks(0),
+        };
+        attention(&pool, tier, &mut scratch, arrays, &self.args, sinks, &q, heads, &self.kv, LAYER, &mut out);
         out.iter().map(|v| v.to_bits()).collect()
     }
 
@@ -443,7 +451,7 @@ fn blocks_behind_the_window_are_never_looked_up() {
                 let want = world.run(Tier::best(), 2, &items);
                 for (seq, start, _) in items {
                     let first = (start + 1usize).saturating_sub(window);
-                    world.seqs[seq].table[..first / shape.block_size].fill(BlockId(u32::MAX));
+                    world.seqs[seq].table[..first / shape.block_size].fill(BlockId::NONE);
                 }
                 for (tier, threads) in Tier::available().flat_map(|tier| [(tier, 1), (tier, 3)]) {
                     assert!(want == world.run(tier, threads, &items), "{} {start} {:?}", tier.name, world.shape);

@@ -178,7 +178,7 @@ impl Mixture {
         let n = self.route.experts;
         let limits = BatchLimits { tokens, seqs: 1, blocks: 1, rows: 1 };
         let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
-        let kv = KvShape { layers: vec![dims], blocks: 1, block_size: 16, dtype: KvDType::F16 };
+        let kv = KvShape::one_group(vec![dims], 1, 16, KvDType::F16);
         let shape = MoeShape { experts: n, top_k: self.route.top_k, intermediate: INSIDE, hidden: HIDDEN };
         let mut step = cpu.step(&limits, HIDDEN, &kv, &shape).unwrap();
         let (x, scores) = (filled(cpu, &self.x[from * HIDDEN..to * HIDDEN]), filled(cpu, &self.scores[from * n..to * n]));

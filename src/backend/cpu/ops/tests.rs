@@ -6,13 +6,15 @@ use crate::arch::{AttnDims, NormKind};
 use crate::backend::RowOrder;
 use crate::batch::{BatchItem, RowsWanted};
 use crate::dtype::KvDType;
+use crate::ids::BlockGroup;
 use crate::weights::TensorView;
 
 const LIMITS: BatchLimits = BatchLimits { tokens: 64, seqs: 4, blocks: 16, rows: 64 };
+const GROUP: BlockGroup = BlockGroup { blocks: 12, window: None };
 const DIMS: AttnDims = AttnDims { heads: 6, kv_heads: 2, qk_dim: 24, v_dim: 24, v_in_k: false };
 
 fn shape(dtype: KvDType) -> KvShape {
-    KvShape { layers: vec![DIMS; 2], blocks: 12, block_size: 16, dtype }
+    KvShape::one_group(vec![DIMS; 2], 12, 16, dtype)
 }
 
 fn devices() -> Vec<Cpu> {
@@ -102,8 +104,8 @@ fn embed_linear_gather_and_scale() {
         tokens.iter().flat_map(|&t| table[t as usize * k..][..k].iter().map(|&v| f64::from(v) * 2.5)).collect();
     let begin = |cpu: &mut Cpu| {
         let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16), &MoeShape::default()).unwrap();
-        let mut batch = Batch::new(16, LIMITS).unwrap();
-        let item = BatchItem { tokens: &tokens, start: 0, total: 5, blocks: &[BlockId(0)], rows: RowsWanted::Last };
+        let mut batch = Batch::new(16, &[GROUP], LIMITS).unwrap();
+        let item = BatchItem { tokens: &tokens, start: 0, total: 5, tables: &[&[BlockId(0)]], rows: RowsWanted::Last };
         batch.push(item).unwrap();
         cpu.begin(&batch, &mut step).unwrap();
         step
@@ -249,7 +251,7 @@ fn attention_over_the_cache() {
                 let mut kv = cpu.kv(&kv_shape).unwrap();
                 let mut step = cpu.step(&LIMITS, 32, &kv_shape, &MoeShape::default()).unwrap();
                 let mut out = cpu.buf(LIMITS.tokens * q_len).unwrap();
-                let mut batch = Batch::new(16, LIMITS).unwrap();
+                let mut batch = Batch::new(16, &[GROUP], LIMITS).unwrap();
                 let tokens = [0u32; 64];
                 let sinks = with_sinks.then(|| filled(cpu, &sinks));
                 let mut run = |cpu: &mut Cpu, kv: &mut CpuKv, items: &[(usize, usize, usize, &[BlockId])]| {
@@ -257,7 +259,7 @@ fn attention_over_the_cache() {
                     let mut rows = Vec::new();
                     for &(base, start, end, blocks) in items {
                         let tokens = &tokens[start..end];
-                        batch.push(BatchItem { tokens, start, total: end, blocks, rows: RowsWanted::Last }).unwrap();
+                        batch.push(BatchItem { tokens, start, total: end, tables: &[blocks], rows: RowsWanted::Last }).unwrap();
                         rows.extend_from_slice(&all[(base + start) * stride..(base + end) * stride]);
                     }
                     let src = filled(cpu, &rows);
@@ -270,7 +272,8 @@ fn attention_over_the_cache() {
                 run(cpu, &mut kv, &[(first, 33, 40, &b)]);
                 // The second sequence moves to other blocks before its last token.
                 let moved = [BlockId(0), BlockId(11), BlockId(9)];
-                cpu.copy_blocks(&mut kv, &[(BlockId(3), BlockId(0)), (BlockId(5), BlockId(9))]).unwrap();
+                let copy = |from, to| BlockCopy { group: 0, from: BlockId(from), to: BlockId(to) };
+                cpu.copy_blocks(&mut kv, &[copy(3, 0), copy(5, 9)]).unwrap();
                 run(cpu, &mut kv, &[(0, 20, 30, &a), (first, 40, 41, &moved)]);
                 out
             });
@@ -291,10 +294,10 @@ fn positions_are_added() {
         let expected: Vec<_> = (0..5 * k).map(|i| f64::from(x[i] + table[at[i / k] * k + i % k])).collect();
         let begin = |cpu: &mut Cpu| {
             let mut step = cpu.step(&LIMITS, k, &shape(KvDType::F16), &MoeShape::default()).unwrap();
-            let mut batch = Batch::new(16, LIMITS).unwrap();
+            let mut batch = Batch::new(16, &[GROUP], LIMITS).unwrap();
             let (a, b) = ([BlockId(0), BlockId(1)], [BlockId(2)]);
-            batch.push(BatchItem { tokens: &[1, 1], start: 30, total: 32, blocks: &a, rows: RowsWanted::Last }).unwrap();
-            batch.push(BatchItem { tokens: &[1, 1, 1], start: 7, total: 10, blocks: &b, rows: RowsWanted::Last }).unwrap();
+            batch.push(BatchItem { tokens: &[1, 1], start: 30, total: 32, tables: &[&a], rows: RowsWanted::Last }).unwrap();
+            batch.push(BatchItem { tokens: &[1, 1, 1], start: 7, total: 10, tables: &[&b], rows: RowsWanted::Last }).unwrap();
             cpu.begin(&batch, &mut step).unwrap();
             step
         };
@@ -434,8 +437,8 @@ fn a_batch_beyond_the_step_is_refused() {
     let mut cpu = Cpu::new(&CpuOptions::default()).unwrap();
     let small = BatchLimits { tokens: 2, ..LIMITS };
     let mut step = cpu.step(&small, 32, &shape(KvDType::F16), &MoeShape::default()).unwrap();
-    let mut batch = Batch::new(16, LIMITS).unwrap();
-    let item = BatchItem { tokens: &[1, 2, 3], start: 0, total: 3, blocks: &[BlockId(0)], rows: RowsWanted::Last };
+    let mut batch = Batch::new(16, &[GROUP], LIMITS).unwrap();
+    let item = BatchItem { tokens: &[1, 2, 3], start: 0, total: 3, tables: &[&[BlockId(0)]], rows: RowsWanted::Last };
     batch.push(item).unwrap();
     assert_eq!(cpu.begin(&batch, &mut step), Err(RunError::BatchTooLarge { what: "tokens", found: 3, limit: 2 }));
 }
