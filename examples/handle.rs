@@ -62,7 +62,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         drop(handle);
         let mut out = std::io::stdout().lock();
         for asker in askers {
-            writeln!(out, "{}", asker.join().expect("an asker does not panic")?);
+            writeln!(out, "{}", asker.join().expect("an asker does not panic")?)?;
         }
         driver.join().expect("nothing panics on the driver")?;
         Ok(())

@@ -84,7 +84,8 @@ mod primitives {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(loom)]
+#[cfg(test)]
 pub(crate) mod check {
     /// Runs `body` once for each interleaving of its threads with up to `preemptions` switches away from a thread that could
     /// go on. `LOOM_MAX_PREEMPTIONS` says otherwise.

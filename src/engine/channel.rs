@@ -182,7 +182,8 @@ impl<T> Channel<T> {
 
 /// Every order of the threads: no word is lost between looking and sleeping, nothing is left over. Loom itself finds deadlocks,
 /// and memory that nobody frees.
-#[cfg(all(test, loom))]
+#[cfg(loom)]
+#[cfg(test)]
 mod loom_checks {
     use super::*;
     use crate::sync::check::every_order;

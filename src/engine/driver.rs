@@ -56,7 +56,7 @@ pub struct Stopped {
     /// What the device said.
     pub error: RunError,
     /// The engine, to be used or dropped.
-    pub engine: Engine,
+    pub engine: Box<Engine>,
 }
 
 impl fmt::Debug for Stopped {
@@ -188,7 +188,7 @@ impl EngineDriver {
                     for speaker in self.lines.streams.values().filter(|s| !s.ended) {
                         speaker.say(Err(HandleError::Run(error.clone())));
                     }
-                    return Err(Stopped { error, engine: self.close() });
+                    return Err(Stopped { error, engine: Box::new(self.close()) });
                 }
             }
         }

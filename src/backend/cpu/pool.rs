@@ -242,7 +242,8 @@ const YIELDS: u32 = if cfg!(loom) { 2 } else { 8 };
 /// Pauses of the joining caller before it yields.
 const JOIN_SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
-#[cfg(all(test, not(loom)))]
+#[cfg(not(loom))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};
@@ -325,7 +326,8 @@ mod tests {
 
 /// Every order of the threads: no wake-up is lost, each thread runs each job once, `run` comes back after the last of them and
 /// not before, by a panic too, and a pool that is dropped ends its workers, parked or not. Loom finds deadlocks and races.
-#[cfg(all(test, loom))]
+#[cfg(loom)]
+#[cfg(test)]
 mod loom_checks {
     use super::*;
     use crate::sync::check::every_order;
