@@ -501,6 +501,27 @@ impl RunError {
     }
 }
 
+/// What can go wrong between a handle and the engine behind it.
+#[derive(Debug, Error, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum HandleError {
+    /// As many commands wait as may; nothing was sent.
+    #[error("{limit} commands wait for the engine already")]
+    Busy {
+        /// The bound.
+        limit: usize,
+    },
+    /// The driver is gone: shut down, dropped, or by a panic on its thread.
+    #[error("nobody runs the engine any more")]
+    Gone,
+    /// The engine refused the request.
+    #[error(transparent)]
+    Refused(#[from] SubmitError),
+    /// The device failed, and the driver with it.
+    #[error(transparent)]
+    Run(#[from] RunError),
+}
+
 /// Any of them.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -523,4 +544,7 @@ pub enum Error {
     /// See [`RunError`].
     #[error(transparent)]
     Run(#[from] RunError),
+    /// See [`HandleError`].
+    #[error(transparent)]
+    Handle(#[from] HandleError),
 }

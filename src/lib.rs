@@ -82,6 +82,7 @@
 mod cache;
 mod ids;
 mod session;
+mod sync;
 
 pub mod arch;
 pub mod backend;
@@ -99,7 +100,8 @@ pub mod weights;
 pub use backend::cpu::Compute;
 pub use dtype::{FormatId, KvDType};
 pub use engine::{EmbedOptions, Engine, EngineConfig, Event, EventKind, FinishReason, Pooling, Request, Status};
-pub use error::{ConfigError, Error, LoadError, QuantError, RunError, SubmitError, TextError};
+pub use engine::{EngineDriver, EngineHandle, EventStream, HandleOptions, Reply};
+pub use error::{ConfigError, Error, HandleError, LoadError, QuantError, RunError, SubmitError, TextError};
 pub use ids::{BlockCopy, BlockGroup, BlockId, MAX_GROUPS, SeqId, TokenId};
 pub use model::{MemoryPlan, ModelFiles, OpenOptions, SideTexts};
 pub use sample::SamplingParams;

@@ -10,6 +10,7 @@ use common::lane::{Lane, Rows};
 use common::made::Sizes;
 use common::process::{alone, threads};
 use loquat::engine::{Engine, EngineConfig, EngineParts, Held, Request, RowView, Status};
+use loquat::engine::{EngineDriver, EngineHandle, EventStream, Reply};
 use loquat::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, OpenOptions, SideTexts, Transformer};
 use loquat::weights::{Bytes, Gguf, Opened, Safetensors, Synthetic, no_progress};
 use loquat::{FormatId, GenerateOptions, SamplingParams, Session, TokenId, arch, backend, batch, quant, sample, sched, text};
@@ -79,6 +80,10 @@ fn what_is_public_may_move_between_threads() {
     send::<Session>();
     send::<loquat::Generate<'static>>();
     send::<Held>();
+    send::<EngineDriver>();
+    send_and_sync::<EngineHandle>();
+    send_and_sync::<EventStream>();
+    send_and_sync::<Reply<TokenId>>();
     send::<RowView<'static>>();
     send::<Box<dyn Model>>();
     send::<Box<dyn sched::Scheduler>>();

@@ -13,6 +13,7 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("error", &[]),
     ("dtype", &[]),
     ("ids", &[]),
+    ("sync", &[]),
     ("weights", &[]),
     ("quant", &[]),
     ("arch", &[]),
@@ -22,9 +23,9 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ("text", &[]),
     ("batch", &["cache", "sample", "spec"]),
     ("sched", &["cache", "sample", "spec"]),
-    ("backend", &["weights", "quant", "arch", "batch"]),
+    ("backend", &["sync", "weights", "quant", "arch", "batch"]),
     ("model", &["weights", "quant", "arch", "cache", "sample", "spec", "text", "batch", "backend"]),
-    ("engine", &["weights", "quant", "arch", "cache", "sample", "spec", "text", "batch", "sched", "backend", "model"]),
+    ("engine", &["sync", "weights", "quant", "arch", "cache", "sample", "spec", "text", "batch", "sched", "backend", "model"]),
     ("session", &["engine", "model", "text", "sample"]),
 ];
 const LAYER_0: &[&str] = &["error", "dtype", "ids"];

@@ -28,6 +28,11 @@ impl BlockPool {
         Ok(BlockPool { refs, free })
     }
 
+    /// Bytes of [`new`](Self::new).
+    pub(crate) fn bytes(len: usize) -> usize {
+        len.saturating_mul(size_of::<u32>() + size_of::<BlockId>())
+    }
+
     /// A free block, now with one reference; `None` where all are taken.
     pub(crate) fn alloc(&mut self) -> Option<BlockId> {
         let block = self.free.pop()?;

@@ -256,14 +256,6 @@ impl RadixTree {
         self.node(node).users
     }
 
-    /// Makes an idle node the most recently used; changes nothing where it has users. Callers touch a node and then all its
-    /// ancestors, children before parents.
-    pub(crate) fn touch(&mut self, node: NodeId) {
-        if self.node(node).users == 0 {
-            self.idle.append(node.0);
-        }
-    }
-
     /// The least recently used node without users: always a leaf, by the module's invariant.
     pub(crate) fn oldest(&self) -> Option<NodeId> {
         self.idle.head().map(NodeId)
@@ -275,11 +267,13 @@ impl RadixTree {
     }
 
     /// Nodes without users: those that [`RadixTree::oldest`] would come to, one after the other.
+    #[cfg(test)]
     pub(crate) fn idle(&self) -> usize {
         self.idle.len()
     }
 
     /// The most nodes there can be.
+    #[cfg(test)]
     pub(crate) fn capacity(&self) -> usize {
         self.nodes.len()
     }

@@ -125,8 +125,13 @@ fn plan(files: &ModelFiles, config: &EngineConfig, backend: &Cpu, limits: &Model
     // A hash table is filled to seven eighths, has a power of two of places, and a byte for each.
     let runs = (most_runs(config.max_seqs) * 8 / 7).next_power_of_two() * (size_of::<(SeqId, SeqRun)>() + 1);
     let events = most_events(batch.seqs) * size_of::<Event>();
+    let ledger = Ledger::bytes(&LedgerConfig {
+        groups: limits.groups.clone(),
+        swap: limits.swap.clone(),
+        ..LedgerConfig::new(0, limits.block_size, spec.context)
+    });
     let batch_bytes = Batch::bytes(batch, limits.groups.len());
-    plan.activation_bytes += (Sampler::bytes(spec.vocab) + batch_bytes + runs + events) as u64;
+    plan.activation_bytes += (Sampler::bytes(spec.vocab) + batch_bytes + runs + events + ledger) as u64;
     Ok(plan)
 }
 

@@ -10,14 +10,19 @@
 #![forbid(unsafe_code)]
 
 mod build;
+mod channel;
 mod config;
+mod driver;
 mod embed;
+mod handle;
 mod request;
 mod step;
 
 pub use build::EngineParts;
 pub use config::EngineConfig;
+pub use driver::{EngineDriver, HandleOptions, Stopped};
 pub use embed::{EmbedOptions, Pooling, normalize};
+pub use handle::{EngineHandle, EventStream, Recv, Reply};
 pub use request::{Event, EventKind, FinishReason, Request, RowView, Status};
 
 use crate::batch::{Batch, RowsWanted};

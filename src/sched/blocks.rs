@@ -377,6 +377,11 @@ impl Blocks {
     }
 }
 
+/// Nodes of the tree. Without a window every node has a block; with windows alone, nodes without blocks keep long paths together.
+fn nodes(groups: &[BlockGroup]) -> usize {
+    groups[0].blocks.saturating_mul(if groups[0].window.is_some() { 4 } else { 1 })
+}
+
 /// What a sequence's memory would have taken.
 pub(super) fn refused(tokens: usize, blocks: usize, groups: usize) -> SubmitError {
     let entries = blocks.saturating_mul(groups + 1).saturating_mul(size_of::<BlockId>());

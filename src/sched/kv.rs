@@ -26,6 +26,11 @@ impl Kv {
         Ok(Kv { pool: BlockPool::new(blocks)?, active, nodes, reclaimable: 0 })
     }
 
+    /// Bytes of [`new`](Self::new).
+    pub(super) fn bytes(blocks: usize) -> usize {
+        blocks.saturating_mul(size_of::<u32>() + size_of::<Option<NodeId>>()).saturating_add(BlockPool::bytes(blocks))
+    }
+
     /// A free block with one active holder.
     pub(super) fn alloc(&mut self) -> Option<BlockId> {
         let block = self.pool.alloc()?;

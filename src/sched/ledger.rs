@@ -189,6 +189,11 @@ impl Ledger {
         })
     }
 
+    /// Bytes that [`new`](Self::new) allocates for the bookkeeping of blocks, the largest part of it.
+    pub fn bytes(cfg: &LedgerConfig) -> usize {
+        Blocks::bytes(cfg.block_size, &cfg.groups).saturating_add(Store::bytes(&cfg.swap))
+    }
+
     /// Takes a sequence in, as waiting. Reserves the memory of its whole life.
     ///
     /// # Errors

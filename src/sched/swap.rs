@@ -43,6 +43,12 @@ impl Store {
         Ok(Store { pools, outs: reserved("the host store", all)?, ins: reserved("the host store", all)? })
     }
 
+    /// Bytes of [`new`](Self::new).
+    pub(super) fn bytes(slots: &[usize]) -> usize {
+        let all = slots.iter().fold(0, |sum: usize, n| sum.saturating_add(*n));
+        BlockPool::bytes(all).saturating_add(all.saturating_mul(2 * size_of::<BlockCopy>()))
+    }
+
     /// Slots for a running sequence's blocks, and the copies to them; false where there are too few.
     pub(super) fn put(&mut self, s: &mut Seq, blocks: &Blocks) -> bool {
         let live = |group: &BlockGroup| group.first_block(s.computed, blocks.block_size)..s.computed.div_ceil(blocks.block_size);

@@ -7,25 +7,23 @@
 //! ```
 //!
 //! Invariants: `job` is written only while no worker runs (`left` is 0); a worker says that it is asleep before its last
-//! look at `epoch`, so a wake-up cannot be lost; `run` returns or unwinds only after every worker is done.
+//! look at `epoch`, and both sides do so by a swap of the same flag, of which one comes first: either the caller finds the
+//! worker asleep, or the worker finds the epoch; `run` returns or unwinds only after every worker is done.
 //!
 //! A pool is `Send` and not `Sync`: a job is `Sync` and thus cannot hold the pool it runs on.
 #![allow(unsafe_code)]
 
 use super::float_env::FloatEnv;
+use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Arc, Mutex, UnsafeCell, spin_loop};
 use crossbeam::utils::CachePadded;
-use parking_lot::Mutex;
 use std::any::Any;
-use std::cell::UnsafeCell;
-use std::hint::spin_loop;
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::ptr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::thread::{self, JoinHandle};
 
 /// See the module's documentation.
 pub(super) struct Pool {
@@ -34,7 +32,7 @@ pub(super) struct Pool {
     /// Pauses of the joining caller before it yields its core.
     join_spins: u32,
     /// Not `Sync`: one `run` at a time.
-    _one: PhantomData<UnsafeCell<()>>,
+    _one: PhantomData<std::cell::UnsafeCell<()>>,
 }
 
 impl Pool {
@@ -44,8 +42,8 @@ impl Pool {
     /// The system's, where it refuses a thread; those already started are joined.
     pub(super) fn new(threads: usize) -> io::Result<Self> {
         // With a core for each thread waiting is short; without, whoever spins keeps another from working.
-        let cores = thread::available_parallelism().map_or(1, |n| n.get());
-        let (spins, join_spins) = if threads > cores { (64, 64) } else { (SPINS, JOIN_SPINS) };
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let (spins, join_spins) = if threads > cores { (SPINS.min(64), JOIN_SPINS.min(64)) } else { (SPINS, JOIN_SPINS) };
         let shared = Arc::new(Shared {
             epoch: CachePadded::new(AtomicUsize::new(0)),
             left: CachePadded::new(AtomicUsize::new(0)),
@@ -83,11 +81,11 @@ impl Pool {
         // function does not leave, not even by a panic, before `left` is 0.
         let job_ptr = unsafe { std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), *const Job>(job) };
         // SAFETY: `left` is 0, so no worker reads; `&self` of a pool that is not `Sync`, so no other caller writes.
-        unsafe { *s.job.get() = Some(job_ptr) };
+        s.job.with_mut(|job| unsafe { *job = Some(job_ptr) });
         s.left.store(self.workers.len(), Ordering::Relaxed);
-        s.epoch.fetch_add(1, Ordering::SeqCst);
+        s.epoch.fetch_add(1, Ordering::Release);
         for (asleep, worker) in s.asleep.iter().zip(&self.workers) {
-            if asleep.swap(false, Ordering::SeqCst) {
+            if asleep.swap(false, Ordering::AcqRel) {
                 worker.thread().unpark();
             }
         }
@@ -140,8 +138,8 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.epoch.fetch_add(1, Ordering::Release);
         for worker in self.workers.drain(..) {
             worker.thread().unpark();
             // A worker catches its jobs' panics, so there is none to report.
@@ -214,19 +212,20 @@ fn work(s: &Shared, id: usize) {
             } else if n < s.spins + YIELDS {
                 thread::yield_now();
             } else {
-                s.asleep[id - 1].store(true, Ordering::SeqCst);
-                if s.epoch.load(Ordering::SeqCst) == seen {
+                s.asleep[id - 1].swap(true, Ordering::AcqRel);
+                if s.epoch.load(Ordering::Acquire) == seen {
                     thread::park();
                 }
-                s.asleep[id - 1].store(false, Ordering::SeqCst);
+                s.asleep[id - 1].swap(false, Ordering::AcqRel);
             }
         }
         seen = s.epoch.load(Ordering::Acquire);
-        if s.stop.load(Ordering::SeqCst) {
+        // Ordered by the epoch.
+        if s.stop.load(Ordering::Relaxed) {
             return;
         }
         // SAFETY: written before the epoch just seen, and not again before `left` falls to 0.
-        let job = unsafe { (*s.job.get()).expect("a job comes with its epoch") };
+        let job = s.job.with(|job| unsafe { *job }).expect("a job comes with its epoch");
         // SAFETY: the caller keeps the function alive until `left` is 0.
         let job = unsafe { &*job };
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| job(id))) {
@@ -237,12 +236,13 @@ fn work(s: &Shared, id: usize) {
 }
 
 /// Pauses of an idle worker before it gives its core away: some 50 to 150 us, more than lies between two kernels.
-const SPINS: u32 = 4_000;
+const SPINS: u32 = if cfg!(loom) { 0 } else { 4_000 };
 /// Yields after those and before it parks.
-const YIELDS: u32 = 8;
+const YIELDS: u32 = if cfg!(loom) { 2 } else { 8 };
 /// Pauses of the joining caller before it yields.
-const JOIN_SPINS: u32 = 2_000;
+const JOIN_SPINS: u32 = if cfg!(loom) { 0 } else { 2_000 };
 
+#[cfg(not(loom))]
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -321,5 +321,82 @@ mod tests {
         .join()
         .unwrap();
         pool.run(&|_| {});
+    }
+}
+
+/// Every order of the threads: no wake-up is lost, each thread runs each job once, `run` comes back after the last of them and
+/// not before, by a panic too, and a pool that is dropped ends its workers, parked or not. Loom finds deadlocks and races.
+#[cfg(loom)]
+#[cfg(test)]
+mod loom_checks {
+    use super::*;
+    use crate::sync::check::every_order;
+
+    /// Runs jobs that count in cells of the caller's stack frame: a worker that still runs while the caller looks is a race.
+    fn check(threads: usize, jobs: usize, preemptions: usize) {
+        every_order(preemptions, move || {
+            let pool = Pool::new(threads).unwrap();
+            for job in 1..=jobs {
+                let ran: Vec<_> = (0..threads).map(|_| Cell(UnsafeCell::new(0))).collect();
+                pool.run(&|t| ran[t].add(job));
+                assert!(ran.iter().all(|cell| cell.get() == job), "job {job}");
+            }
+        });
+    }
+
+    struct Cell(UnsafeCell<usize>);
+
+    // SAFETY: each thread has a cell of its own, and the caller looks when they are done; loom finds it where not.
+    unsafe impl Sync for Cell {}
+
+    impl Cell {
+        fn add(&self, n: usize) {
+            // SAFETY: loom ends the test where another thread has access.
+            self.0.with_mut(|at| unsafe { *at += n });
+        }
+
+        fn get(&self) -> usize {
+            // SAFETY: as above.
+            self.0.with(|at| unsafe { *at })
+        }
+    }
+
+    #[test]
+    fn one_worker_three_jobs() {
+        check(2, 3, 3);
+    }
+
+    #[test]
+    fn two_workers() {
+        check(3, 1, 2);
+        check(3, 2, 1);
+    }
+
+    #[test]
+    fn dropped_unused() {
+        check(3, 0, 3);
+    }
+
+    #[test]
+    fn a_panic_waits_for_the_others() {
+        for bad in 0..2 {
+            every_order(3, move || {
+                let pool = Pool::new(2).unwrap();
+                let ran = [Cell(UnsafeCell::new(0)), Cell(UnsafeCell::new(0))];
+                let caught = catch_unwind(AssertUnwindSafe(|| {
+                    pool.run(&|t| {
+                        ran[t].add(1);
+                        if t == bad {
+                            // Without the hook's message, a thousand times.
+                            resume_unwind(Box::new(t));
+                        }
+                    });
+                }));
+                assert_eq!(ran.iter().map(Cell::get).collect::<Vec<_>>(), [1, 1], "before all were done");
+                assert_eq!(caught.expect_err("the job panicked").downcast_ref(), Some(&bad));
+                pool.run(&|t| ran[t].add(1));
+                assert!(ran.iter().all(|cell| cell.get() == 2));
+            });
+        }
     }
 }

@@ -53,6 +53,7 @@ impl List {
         (self.head != NIL).then_some(self.head)
     }
 
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.len
     }

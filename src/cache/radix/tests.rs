@@ -86,7 +86,7 @@ impl Model {
         };
         let plain = Plain { key, parent, tokens: tokens.to_vec(), users: 0, blocks: [None; GROUPS] };
         assert!(self.nodes.insert(new, plain).is_none(), "{new:?} is given out twice");
-        self.touch(new, false);
+        self.touch(new);
         Some(new)
     }
 
@@ -100,11 +100,9 @@ impl Model {
         std::iter::successors(Some(node), |at| self.nodes[at].parent).collect()
     }
 
-    fn touch(&mut self, node: NodeId, in_tree: bool) {
+    /// A new node is the most recent, and its idle ancestors after it.
+    fn touch(&mut self, node: NodeId) {
         for at in self.path(node) {
-            if in_tree {
-                self.tree.touch(at);
-            }
             if self.nodes[&at].users == 0 {
                 self.idle.retain(|&i| i != at);
                 self.idle.push(at);
@@ -203,7 +201,10 @@ impl Model {
             (6, _) => self.go_on(pick, path),
             (7, _) => self.evict(),
             (8, Some(node)) => self.stand(node),
-            (9, Some(node)) => self.touch(node, true),
+            (9, Some(node)) => {
+                self.stand(node);
+                self.leave(self.stands.len() - 1);
+            }
             (10, Some(node)) => self.list(pick % GROUPS, node, path.len() % 3),
             (11, Some(node)) => self.set_block(pick % GROUPS, node, !path.len().is_multiple_of(3)),
             (12, Some(node)) if self.nodes[&node].tokens.len() < self.block_size => {
