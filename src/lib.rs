@@ -105,7 +105,7 @@ pub use error::{ConfigError, Error, HandleError, LoadError, QuantError, RunError
 pub use ids::{BlockCopy, BlockGroup, BlockId, MAX_GROUPS, SeqId, TokenId};
 pub use model::{MemoryPlan, ModelFiles, OpenOptions, SideTexts};
 pub use sample::SamplingParams;
-pub use sched::{Scheduler, StepBuilder};
+pub use sched::{PinId, Scheduler, StepBuilder};
 pub use session::{Generate, GenerateOptions, Polled, Session};
 pub use text::{Message, RenderOptions};
 pub use weights::LoadMode;

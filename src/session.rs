@@ -238,7 +238,7 @@ impl Session {
                 self.held = Some(engine.own(seq));
             }
         }
-        self.reused = self.seq().and_then(|seq| engine.view(seq)).map_or(0, |v| v.cached());
+        self.reused = self.seq().map_or(0, |seq| engine.ledger().cached_prefix(seq));
         self.generated = 0;
         self.sent = tokens.len();
         self.tokens = tokens;
@@ -271,6 +271,8 @@ impl Session {
                     self.tokens.push(token);
                     self.sent += 1;
                     self.generated += 1;
+                    // Others may have needed the room before it was admitted.
+                    self.reused = engine.view(event.seq).map_or(self.reused, |v| v.hit());
                     let stopped = answer.detokenizer.stopped();
                     let text = answer.detokenizer.push(token).to_owned();
                     if answer.detokenizer.stopped() != stopped {

@@ -203,7 +203,7 @@ fn preempted_and_computed_anew() {
         assert!(preemptions > 0, "{}: it was to be preempted", case.what);
         case.check("preempted", &lane, seq, 0);
         lane.finish(&[first]);
-        assert_eq!(lane.engine.ledger().free_blocks(), 7);
+        assert_eq!(lane.engine.ledger().available_blocks(), 7);
     });
 }
 

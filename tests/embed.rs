@@ -153,7 +153,7 @@ fn nothing_is_sampled_shown_or_appended_and_a_held_one_goes_on() {
     assert_eq!(embedding(&mut engine, seq).len(), files.spec().hidden);
     engine.stop_observing();
     assert_eq!(engine.view(seq).unwrap().tokens(), prompt);
-    assert_eq!(engine.view(seq).unwrap().cached(), prompt.len());
+    assert_eq!(engine.ledger().cached_prefix(seq), prompt.len());
     let fork = engine.fork(seq).unwrap();
     for seq in [seq, fork] {
         engine.resume(seq, Request::new([], 8)).unwrap();

@@ -113,7 +113,7 @@ fn busy_day(sizes: FakeSizes, faults: &Arc<Faults>) -> usize {
         s.lane.engine.cancel(held).unwrap();
     }
     s.lane.listen();
-    assert_eq!(s.lane.engine.ledger().free_blocks(), sizes.blocks);
+    assert_eq!(s.lane.engine.ledger().available_blocks(), sizes.blocks);
     s.failures
 }
 
@@ -164,7 +164,7 @@ fn broken_logits_end_their_sequence_alone() {
     lane.finish(&[bad[0]]);
     assert_eq!(lane.tokens_of(bad[0]), continuation(&[3, 4], 3));
     assert_eq!(lane.engine.ledger().counts(), Counts::default());
-    assert_eq!(lane.engine.ledger().free_blocks(), FakeSizes::default().blocks);
+    assert_eq!(lane.engine.ledger().available_blocks(), FakeSizes::default().blocks);
 }
 
 /// Brings a sequence into a state, and says which.
@@ -275,7 +275,7 @@ fn cancelled_in_every_state() {
         assert_eq!(lane.ended.get(&seq), end, "{state}");
         assert_eq!(lane.tokens_of(seq).len(), said, "{state}: it went on");
         assert_eq!(lane.engine.ledger().counts(), Counts::default(), "{state}");
-        assert_eq!(lane.engine.ledger().free_blocks(), 24, "{state}");
+        assert_eq!(lane.engine.ledger().available_blocks(), 24, "{state}");
     }
 }
 
@@ -318,7 +318,7 @@ fn stopped_in_every_state_and_held() {
                 assert_eq!(lane.tokens_of(*other), continuation(p, 40));
             }
             assert_eq!(lane.engine.ledger().counts(), Counts::default());
-            assert_eq!(lane.engine.ledger().free_blocks(), 24);
+            assert_eq!(lane.engine.ledger().available_blocks(), 24);
         }
     }
 }
@@ -368,7 +368,7 @@ fn refused_at_the_door_with_nothing_changed() {
     let state = |lane: &Lane| {
         let ledger = lane.engine.ledger();
         let v = ledger.view(kept).unwrap();
-        (ledger.counts(), ledger.free_blocks(), v.tokens().to_vec(), v.cached(), v.block_table().to_vec())
+        (ledger.counts(), ledger.available_blocks(), v.tokens().to_vec(), ledger.cached_prefix(kept), ledger.stats().nodes)
     };
     let before = state(&lane);
     let gone = lane.submit(Request::new([1], 1));
@@ -458,7 +458,7 @@ fn stop_tokens_end_and_are_reported() {
 fn dropped_with_its_owner() {
     let files = open(&fixtures().join("gguf/llama_q4_0.gguf"));
     let mut engine = Engine::new(&files, EngineConfig { cache_tokens: 256, ..EngineConfig::default() }).unwrap();
-    let blocks = engine.ledger().free_blocks();
+    let blocks = engine.ledger().available_blocks();
     let other = engine.submit(Request::new([1, 2, 3], 30)).unwrap();
     for steps in 0..4 {
         let mut session = Session::new(&files).unwrap();
@@ -489,7 +489,7 @@ fn dropped_with_its_owner() {
         }
     }
     assert_eq!(tokens, 30);
-    assert_eq!(engine.ledger().free_blocks(), blocks);
+    assert_eq!(engine.ledger().available_blocks(), blocks);
     // An answer that nobody reads to its end.
     let mut session = Session::new(&files).unwrap();
     session.push("text").unwrap();
@@ -500,5 +500,5 @@ fn dropped_with_its_owner() {
     assert_eq!(engine.ledger().counts(), Counts { held: 1, ..Counts::default() });
     drop(session);
     assert_eq!(engine.step().unwrap(), Status::Idle(None));
-    assert_eq!(engine.ledger().free_blocks(), blocks);
+    assert_eq!(engine.ledger().available_blocks(), blocks);
 }

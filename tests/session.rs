@@ -156,7 +156,7 @@ fn a_new_answer_in_the_middle_of_a_step_with_others_starts_over() {
     answer(&mut other, &mut e);
     drop((s, other));
     e.step().unwrap();
-    assert_eq!(e.ledger().free_blocks(), e.ledger().config().blocks);
+    assert_eq!(e.ledger().available_blocks(), e.ledger().config().groups[0].blocks);
 }
 
 #[test]

@@ -30,7 +30,7 @@ use crate::error::SubmitError;
 use crate::ids::{SeqId, TokenId};
 use crate::model::{Logits, MemoryPlan, Model, Want};
 use crate::sample::{Sampler, SamplerState};
-use crate::sched::{Ledger, NewSeq, PlanItem, Scheduler, SeqState, SeqView};
+use crate::sched::{Ledger, NewSeq, PinId, PlanItem, Scheduler, SeqState, SeqView};
 use parking_lot::Mutex;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -69,6 +69,8 @@ struct SeqRun {
     stop_tokens: Vec<TokenId>,
     prompt_logits: bool,
     embedding: Option<Box<embed::Pool>>,
+    /// Generates nothing.
+    prefill: bool,
     hold: bool,
     /// Positions before this one were run, and shown where anyone wanted to see them.
     shown: usize,
@@ -84,7 +86,7 @@ impl SeqRun {
             Some(pool) if pool.wants(item, self.shown) => RowsWanted::States,
             Some(_) => RowsWanted::None,
             None if self.prompt_logits && item.start + item.len > self.shown => RowsWanted::All,
-            None if item.last => RowsWanted::Last,
+            None if item.last && !self.prefill => RowsWanted::Last,
             None => RowsWanted::None,
         }
     }
@@ -156,13 +158,14 @@ impl Engine {
         self.sweep();
         let (run, new) = self.admit(request, &[])?;
         let now = self.start.elapsed();
-        let seq = if run.embedding.is_some() { self.ledger.submit_any(new, now)? } else { self.ledger.submit(new, now)? };
+        let generates = run.embedding.is_none() && !run.prefill;
+        let seq = if generates { self.ledger.submit(new, now)? } else { self.ledger.submit_any(new, now)? };
         self.runs.insert(seq, run);
         Ok(seq)
     }
 
     /// Continues a held sequence with the request's tokens; with none it goes on where it stopped. Of what is still cached
-    /// nothing is run again, but for the last token where nothing else is left to run. Priority and deadline stay as they
+    /// nothing is run again, but for the last token where nothing else is left to run. Priority, deadline and key stay as they
     /// were.
     ///
     /// # Errors
@@ -177,13 +180,17 @@ impl Engine {
             let (name, expected) = ("embedding", "a new sequence: of a held one the hidden states are gone");
             return Err(SubmitError::Parameter { name, expected, found: format!("sequence {seq}, which is held") });
         }
+        if request.prefill {
+            let (name, expected) = ("prefill", "a new sequence: the tokens of a held one are cached as far as there is room");
+            return Err(SubmitError::Parameter { name, expected, found: format!("sequence {seq}, which is held") });
+        }
         let (run, new) = self.admit(request, held.tokens())?;
         self.ledger.resume_with(seq, &new.tokens, new.max_tokens, new.reuse, self.start.elapsed())?;
         self.runs.insert(seq, run);
         Ok(())
     }
 
-    /// A second sequence with the tokens and the cache of a held one, itself held. Shares blocks until one of the two writes.
+    /// A second sequence with the tokens of a held one, itself held. Both find the same blocks cached.
     ///
     /// # Errors
     /// [`SubmitError::Sequence`] for one that is not held, [`SubmitError::QueueFull`].
@@ -193,6 +200,26 @@ impl Engine {
             "held" => self.ledger.fork(seq, self.start.elapsed()),
             found => Err(SubmitError::Sequence { seq, expected: "held", found }),
         }
+    }
+
+    /// Keeps the cached prefix of `tokens` whatever room others need, until it is [unpinned](Self::unpin): a system prompt, say, that
+    /// was run once by [`Request::prefill`]. Says how many tokens were pinned: whole blocks alone. What is pinned takes from
+    /// the [longest](Self::max_len) that a sequence can be. Where rotary frequencies follow the length, it serves sequences
+    /// that are as long as `tokens`, or in the same regime; [`Ledger::pin`] says more.
+    ///
+    /// # Errors
+    /// [`SubmitError::Parameter`] where not even one block of them is cached; [`SubmitError::TooLong`] where a sequence in the
+    /// engine could not run any more beside it; [`SubmitError::Refused`].
+    pub fn pin(&mut self, key: u64, tokens: &[TokenId]) -> Result<(PinId, usize), SubmitError> {
+        self.ledger.pin(key, tokens, tokens.len())
+    }
+
+    /// Lets a pinned prefix go; it stays cached as long as nobody needs the room.
+    ///
+    /// # Errors
+    /// [`SubmitError::Parameter`] for one that is not pinned any more.
+    pub fn unpin(&mut self, pin: PinId) -> Result<(), SubmitError> {
+        self.ledger.unpin(pin)
     }
 
     /// Forgets a held sequence's tokens from `len` on.
@@ -258,7 +285,8 @@ impl Engine {
         std::ptr::eq(held.engine.as_ptr(), Arc::as_ptr(&self.released))
     }
 
-    /// The most tokens that one sequence can have, prompt and answer together: the model's context, or the cache.
+    /// The most tokens that one sequence can have, prompt and answer together: the model's context, or the cache beside what is
+    /// pinned in it.
     pub fn max_len(&self) -> usize {
         self.ledger.max_len()
     }
@@ -309,6 +337,7 @@ impl Engine {
             stop_tokens: request.stop_tokens,
             prompt_logits: request.prompt_logits,
             embedding,
+            prefill: request.prefill,
             hold: request.hold,
             shown: known.len().saturating_sub(1),
             stopping: false,

@@ -30,6 +30,8 @@ pub struct Request {
     /// Show the logits of the prompt's tokens to the observer; needs
     /// [`prompt_logits`](super::EngineConfig::prompt_logits).
     pub prompt_logits: bool,
+    /// Generate nothing: end once the prompt is cached. See [`Request::prefill`].
+    pub prefill: bool,
     /// Generate nothing: end with an embedding of the prompt, pooled like this. See [`Request::embed`].
     pub embedding: Option<Pooling>,
 }
@@ -47,8 +49,15 @@ impl Request {
             hold: false,
             key: 0,
             prompt_logits: false,
+            prefill: false,
             embedding: None,
         }
+    }
+
+    /// Runs `tokens` and generates nothing: what starts with them finds them cached from then on, as long as nobody needs the
+    /// room, or for good with [`Engine::pin`](super::Engine::pin). Ends with [`FinishReason::Length`].
+    pub fn prefill(tokens: impl Into<Vec<TokenId>>) -> Self {
+        Request { prefill: true, ..Request::new(tokens, 0) }
     }
 
     /// With these sampling parameters.

@@ -141,6 +141,7 @@ impl Engine {
             match taken_in {
                 Err(error) => self.end(item.seq, FinishReason::Failed(error)),
                 Ok(()) if item.last && embeds => self.embedded(item.seq),
+                Ok(()) if item.last && self.runs[&item.seq].prefill => self.end(item.seq, FinishReason::Length),
                 Ok(()) if item.last => self.sample(item.seq, row - 1),
                 Ok(()) => {}
             }

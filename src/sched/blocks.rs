@@ -78,16 +78,15 @@ impl Blocks {
     /// # Errors
     /// [`ConfigError`] where the system has not the memory.
     pub(super) fn new(block_size: usize, groups: &[BlockGroup]) -> Result<Self, ConfigError> {
-        // Without a window every node has a block. With windows alone, nodes without blocks keep long paths together.
-        let nodes = groups[0].blocks.saturating_mul(if groups[0].window.is_some() { 4 } else { 1 });
         let pools = groups.iter().map(|g| Kv::new(g.blocks)).collect::<Result<_, _>>()?;
-        Ok(Blocks {
-            block_size,
-            pools,
-            tree: RadixTree::new(nodes, block_size, groups.len())?,
-            groups: groups.to_vec(),
-            evicted: 0,
-        })
+        let tree = RadixTree::new(nodes(groups), block_size, groups.len())?;
+        Ok(Blocks { block_size, pools, tree, groups: groups.to_vec(), evicted: 0 })
+    }
+
+    /// Bytes of [`new`](Self::new).
+    pub(super) fn bytes(block_size: usize, groups: &[BlockGroup]) -> usize {
+        let tree = RadixTree::bytes(nodes(groups), block_size, groups.len());
+        groups.iter().map(|g| Kv::bytes(g.blocks)).fold(tree, usize::saturating_add)
     }
 
     /// The longest prefix of `tokens` that can be used, and each node on the way, some perhaps beyond it. Changes nothing.
