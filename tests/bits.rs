@@ -193,7 +193,7 @@ fn preempted_and_computed_anew() {
     cases(|case| {
         // Seven blocks for two sequences of five each in the end; the other one came first.
         let mut lane = Lane::new(&case.files, EngineConfig { cache_tokens: 7 * 16, ..case.config.clone() });
-        let first = lane.submit(Request::new(&case.prompt[..20], 60));
+        let first = lane.submit(Request { key: 1, ..Request::new(&case.prompt[..20], 60) });
         let seq = lane.submit(case.whole());
         let mut preemptions = 0;
         while !lane.ended.contains_key(&seq) {

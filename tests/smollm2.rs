@@ -10,6 +10,7 @@ mod fetch;
 
 use common::engines::{exact, finish, open, record};
 use common::golden::{close, fixtures, floats, ids, json, same_greedy};
+use common::lane::Lane;
 use common::text::check_golden_text;
 use loquat::backend::cpu::{Compute, Cpu};
 use loquat::engine::{Engine, EngineConfig, Request};
@@ -255,6 +256,44 @@ fn same_bits_on_any_threads_and_tier() {
         wants.push(want);
     }
     assert_ne!(wants[0], wants[1], "the two modes are told apart");
+}
+
+/// Hits of all lengths around a block, preemption by both ways in a pool that is too small, all against a run of its own.
+#[test]
+fn same_bits_on_what_is_found_cached_or_swapped() {
+    let Some(files) = model() else { return };
+    let (chats, block, more) = (chat_prompts(), 16, 6);
+    let prompt = &chats[..3].concat()[..5 * block + 3];
+    for (mode, config) in modes() {
+        let config = EngineConfig { threads: 2, step_tokens: 64, ..config };
+        let request = |key| Request { key, hold: true, ..Request::new(prompt, more) };
+        let trace = |lane: &Lane, seq| (lane.tokens_of(seq).to_vec(), lane.rows_of(seq));
+        let mut lane = Lane::new(files, config.clone());
+        let seq = lane.submit(request(0));
+        lane.finish(&[seq]);
+        let want = trace(&lane, seq);
+        assert_eq!(want.1.len(), more);
+        for (key, n) in [block - 1, block, block + 1, 2 * block, prompt.len()].into_iter().enumerate() {
+            let key = key as u64 + 1;
+            let prefix = lane.submit(Request { key, ..Request::prefill(&prompt[..n]) });
+            lane.finish(&[prefix]);
+            let seq = lane.submit(request(key));
+            lane.finish(&[seq]);
+            assert!(trace(&lane, seq) == want, "{mode}: {n} tokens cached");
+            assert_eq!(lane.engine.view(seq).unwrap().hit(), n.min(prompt.len() - 1), "{mode}");
+        }
+        for swap_tokens in [0, 256] {
+            let cache_tokens = 9 * block;
+            let mut lane = Lane::new(files, EngineConfig { cache_tokens, swap_tokens, ..config.clone() });
+            let first = lane.submit(Request { key: 1, ..Request::new(&prompt[..40], 70) });
+            lane.step();
+            let seq = lane.submit(request(0));
+            lane.finish(&[first, seq]);
+            assert!(trace(&lane, seq) == want, "{mode}: preempted, with {swap_tokens} tokens to swap");
+            let stats = lane.engine.ledger().stats();
+            assert!(stats.preemptions > 0 && (stats.swaps > 0) == (swap_tokens > 0), "{stats:?}");
+        }
+    }
 }
 
 /// A session's answer as tokens.

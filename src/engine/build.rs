@@ -7,7 +7,7 @@ use crate::arch::RopeSpec;
 use crate::backend::cpu::Cpu;
 use crate::batch::Batch;
 use crate::error::{ConfigError, Error, LoadError, reserved};
-use crate::ids::SeqId;
+use crate::ids::{BlockGroup, SeqId};
 use crate::model::{Logits, MemoryPlan, Model, ModelFiles, ModelLimits, Transformer, Want};
 use crate::sample::Sampler;
 use crate::sched::{ContinuousBatching, Ledger, LedgerConfig, Scheduler};
@@ -88,8 +88,7 @@ impl Engine {
             max_seqs,
             step_seqs: limits.seqs,
             step_tokens: limits.tokens,
-            // A block table holds no more; where all layers have windows, a sequence can be longer than the cache.
-            context: spec.context.min((limits.blocks / limits.seqs).max(1).saturating_mul(model.block_size())),
+            context: longest(&*model),
             max_draft: 0,
             regime: Box::new(move |total| regime(&ropes, total)),
         })?;
@@ -133,6 +132,17 @@ fn plan(files: &ModelFiles, config: &EngineConfig, backend: &Cpu, limits: &Model
     let batch_bytes = Batch::bytes(batch, limits.groups.len());
     plan.activation_bytes += (Sampler::bytes(spec.vocab) + batch_bytes + runs + events + ledger) as u64;
     Ok(plan)
+}
+
+/// The longest sequence that block tables have room for: where all layers have windows, it can be longer than the cache.
+fn longest(model: &dyn Model) -> usize {
+    let (context, limits) = (model.spec().context, model.limits());
+    match model.groups().first() {
+        Some(BlockGroup { window: Some(_), .. }) => {
+            context.min((limits.blocks / limits.seqs.max(1)).max(1).saturating_mul(model.block_size()))
+        }
+        _ => context,
+    }
 }
 
 /// Sequences whose samplers have a place from the start.

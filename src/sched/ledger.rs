@@ -163,7 +163,7 @@ impl Ledger {
             let slots = group.blocks.checked_mul(cfg.block_size);
             if group.blocks == 0 || slots.is_none_or(|s| u32::try_from(s).is_err()) {
                 let found = format!("{} * {} in group {g}", group.blocks, cfg.block_size);
-                return Err(ConfigError::invalid("blocks * block_size", "1 to 2^32 - 1", found));
+                return Err(ConfigError::invalid("blocks", "1 to 2^32 - 1 tokens in all", found));
             }
             if group.window == Some(0) || (g > 0 && reach(group) >= reach(&cfg.groups[g - 1])) {
                 let found = format!("{:?} in group {g}", group.window);
