@@ -9,7 +9,7 @@ use common::golden::fixtures;
 use common::lane::Lane;
 use loquat::engine::{Engine, EngineConfig, EventKind, FinishReason, Request, Status};
 use loquat::sched::{Counts, SeqState};
-use loquat::{GenerateOptions, RunError, SamplingParams, SeqId, Session, SubmitError, TokenId};
+use loquat::{BlockGroup, GenerateOptions, RunError, SamplingParams, SeqId, Session, SubmitError, TokenId};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -102,7 +102,7 @@ fn busy_day(sizes: FakeSizes, faults: &Arc<Faults>) -> usize {
         assert_ne!(s.step(pause(i)), Some(Status::Idle(None)));
         preemptions = preemptions.max(s.lane.engine.ledger().all().map(|v| v.preemptions()).max().unwrap_or(0));
     }
-    assert!(preemptions > 0 || faults.fired(), "the pool was to be too small");
+    assert!(preemptions > 0 || faults.fired(), "the pool was to be too small: {sizes:?}");
     s.said(first, &x, 18);
     s.said(fork, &y, 18);
     for (seq, p, more) in &others {
@@ -119,8 +119,14 @@ fn busy_day(sizes: FakeSizes, faults: &Arc<Faults>) -> usize {
 
 #[test]
 fn every_call_may_fail_and_nothing_is_lost() {
-    for dynamic_from in [None, Some(40)] {
-        let sizes = FakeSizes { dynamic_from, ..FakeSizes::default() };
+    const WINDOWED: [BlockGroup; 2] = [BlockGroup { blocks: 7, window: None }, BlockGroup { blocks: 6, window: Some(20) }];
+    let plain = FakeSizes::default;
+    for sizes in [
+        plain(),
+        FakeSizes { dynamic_from: Some(40), ..plain() },
+        FakeSizes { blocks: 7, groups: &WINDOWED, swap: &[6, 4], ..plain() },
+    ] {
+        let dynamic_from = sizes.dynamic_from;
         let faults = Faults::at(1, 0);
         assert_eq!(busy_day(sizes, &faults), 0);
         assert!(dynamic_from.is_some() || faults.copied.load(Ordering::Relaxed) > 0, "a fork was to write");
@@ -223,7 +229,24 @@ fn forked_and_running(lane: &mut Lane, p: &[TokenId]) -> SeqId {
     seq
 }
 
-const STATES: [(&str, Bring); 7] = [
+/// Others, more urgent, have outgrown the room beside it.
+fn swapped(lane: &mut Lane, p: &[TokenId]) -> SeqId {
+    let seq = lane.submit(Request::new(p, 100));
+    let urgent: Vec<_> = (20..23).map(|i| lane.submit(Request::new(prompt(i, 5), 150).priority(9))).collect();
+    while !lane.engine.view(seq).unwrap().swapped() {
+        assert!(!lane.ended.contains_key(&seq), "it was to lose its place");
+        lane.step();
+    }
+    for other in urgent {
+        lane.engine.cancel(other).unwrap();
+        lane.listen();
+    }
+    assert!(!lane.tokens_of(seq).is_empty() && lane.engine.view(seq).unwrap().state() == SeqState::Waiting);
+    seq
+}
+
+const STATES: [(&str, Bring); 8] = [
+    ("swapped", swapped),
     ("waiting", waiting),
     ("mid-prefill", mid_prefill),
     ("in a paused step", in_a_paused_step),
@@ -235,7 +258,7 @@ const STATES: [(&str, Bring); 7] = [
 
 /// An engine with two neighbours at work, and what they will have said.
 fn with_neighbours(hold: bool) -> (Lane, Vec<(SeqId, Vec<TokenId>)>) {
-    let sizes = FakeSizes { blocks: 24, seqs: 6, ..FakeSizes::default() };
+    let sizes = FakeSizes { blocks: 24, swap: &[24], seqs: 6, ..FakeSizes::default() };
     let mut lane = Lane::around(fake::engine(sizes, &Arc::default()));
     let others = [prompt(8, 5), prompt(9, 21)].map(|p| (lane.submit(Request::new(p.as_slice(), 40).hold(hold)), p));
     lane.step();

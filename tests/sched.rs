@@ -356,7 +356,9 @@ impl World {
             let (pin, len) = self.ledger.pin(key, &tokens, total).map_or((None, 0), |(pin, len)| (Some(pin), len));
             // A second pin of the same may not fit beside the sequences there are.
             assert!(pin.is_none() || len == tokens.len(), "{len} of {} pinned tokens are left", tokens.len());
-            pin.map(|pin| self.ledger.unpin(pin).unwrap());
+            if let Some(pin) = pin {
+                self.ledger.unpin(pin).unwrap();
+            }
         }
     }
 

@@ -285,7 +285,7 @@ fn same_bits_on_what_is_found_cached_or_swapped() {
         for swap_tokens in [0, 256] {
             let cache_tokens = 9 * block;
             let mut lane = Lane::new(files, EngineConfig { cache_tokens, swap_tokens, ..config.clone() });
-            let first = lane.submit(Request { key: 1, ..Request::new(&prompt[..40], 70) });
+            let first = lane.submit(Request { key: 1, ..Request::new(&prompt[..46], 60) });
             lane.step();
             let seq = lane.submit(request(0));
             lane.finish(&[first, seq]);

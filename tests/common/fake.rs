@@ -76,7 +76,7 @@ pub struct Fake {
 }
 
 /// Sizes of the engine around a [`Fake`].
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct FakeSizes {
     /// Blocks of the only group, where `groups` names none.
     pub blocks: usize,
