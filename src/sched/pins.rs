@@ -153,13 +153,14 @@ impl Ledger {
     ) -> Result<(), E> {
         let (bs, root) = (self.cfg.block_size, self.root(key, tokens.len()));
         let done = &tokens[..cached.min(tokens.len())];
-        if self.blocks.find(root, done, |_| ()).tokens == done.len() {
-            return Ok(());
-        }
         let (blocks, groups) = (done.len().div_ceil(bs), self.cfg.groups.len());
         let mut hold = Hold::default();
         hold.reserve(blocks, groups).map_err(|()| refused(done.len(), blocks, groups))?;
-        self.blocks.adopt(root, done, &mut hold);
+        if self.blocks.adopt(root, done, &mut hold).tokens == done.len() {
+            // It is there, and now the most recently used.
+            self.blocks.release(&mut hold);
+            return Ok(());
+        }
         let known = hold.len();
         let skip = self.blocks.first_blocks(done.len());
         let room = self.blocks.room(&hold, skip, 0, done.len());
