@@ -182,6 +182,25 @@ fn simulate_reads_a_trace_and_plots_it() {
     }
 }
 
+/// The README shows what its command gives.
+#[test]
+fn the_plot_in_the_readme_is_up_to_date() {
+    let Some(mut command) = example("simulate") else { return };
+    let scratch = Scratch::new("simulate-readme");
+    let plot = scratch.path("simulate.svg");
+    let (code, out, error) = run(command.arg("--svg").arg(&plot), b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let [shown, drawn] = [root.join("docs/simulate.svg"), plot].map(|path| std::fs::read_to_string(path).unwrap());
+    assert!(shown == drawn, "cargo run --release --example simulate -- --svg docs/simulate.svg gives another plot");
+    // The figures of the table beside it, by policy.
+    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+    for policy in ["static", "dynamic", "continuous"] {
+        let speed = out.lines().find_map(|l| l.strip_prefix(policy)).and_then(|l| l.split_whitespace().next()).unwrap();
+        assert!(readme.contains(&format!("\n| {policy} | {speed} | ")), "{policy}: {out}");
+    }
+}
+
 /// The same answers for all, and the figures of the simulator; what a trace asks for is what is served.
 #[test]
 fn measure_compares_policies() {
