@@ -20,7 +20,7 @@ use loquat::weights::no_progress;
 use loquat::{Compute, Engine, EngineConfig, ModelFiles, OpenOptions};
 use serde_json::{Value, json};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::{Duration, Instant};
 use support::args::{Args, Opt, Usage, Wrong};
 use support::figures::{Figures, ratios, table};
@@ -128,7 +128,7 @@ impl Machine {
     }
 }
 
-fn open(path: &PathBuf) -> Result<ModelFiles, Box<dyn std::error::Error>> {
+fn open(path: &Path) -> Result<ModelFiles, Box<dyn std::error::Error>> {
     Ok(ModelFiles::open(path, &OpenOptions { text: false, ..OpenOptions::default() }, &mut no_progress)?)
 }
 
