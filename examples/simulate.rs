@@ -10,14 +10,14 @@
 
 mod support;
 
-use loquat::sched::sim::{Arrival, Arrivals, CostModel, Lengths, Percentiles, Report, RequestKind, SimConfig};
-use loquat::sched::sim::{parse_trace, simulate};
-use loquat::sched::{ContinuousBatching, DynamicBatching, Scheduler, StaticBatching};
+use loquat::sched::sim::{Arrival, Arrivals, CostModel, Lengths, Outcome, Report, RequestKind, SimConfig, simulate};
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 use support::args::{Args, Opt, Usage, Wrong};
+use support::figures::{Figures, table};
 use support::plot::{Panel, svg};
+use support::policies::{self, Policies};
 
 const USAGE: Usage = Usage {
     program: "simulate",
@@ -30,11 +30,13 @@ const USAGE: Usage = Usage {
         Opt { name: "--rate", value: "R", help: "of them a second (default 0.5)" },
         Opt { name: "--batch", value: "B", help: "sequences that run at a time (default 16)" },
         Opt { name: "--cache-tokens", value: "N", help: "tokens in the cache (default 5120, or the longest request)" },
+        Opt { name: "--cost", value: "A,B,C,D", help: "seconds of a step, and for each row, prefill token and attended token" },
         Opt { name: "--svg", value: "FILE", help: "where to write the plot (default simulate.svg; with --json none)" },
         Opt { name: "--json", value: "", help: "print one JSON object and nothing else" },
     ],
 };
 
+/// Without `--cost`.
 const COST: CostModel = CostModel { step: 0.04, row: 0.005, prefill_token: 0.005, attended_token: 2e-6 };
 const BLOCK_SIZE: usize = 16;
 /// A request that is longer is refused rather than given a cache of its own size.
@@ -55,19 +57,17 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let longest = requests.iter().map(|a| a.prompt_tokens.saturating_add(a.output_tokens)).max().unwrap_or(0);
     let tokens = args.number("--cache-tokens", longest.clamp(5120, MAX_CACHE), 1..=MAX_CACHE)?;
     let blocks = tokens.div_ceil(BLOCK_SIZE);
-    let mut config = SimConfig::new(blocks, BLOCK_SIZE, blocks * BLOCK_SIZE, COST);
+    let mut config = SimConfig::new(blocks, BLOCK_SIZE, blocks * BLOCK_SIZE, cost(&args)?);
     (config.seed, config.max_seqs, config.step_seqs) = (seed, requests.len(), batch);
     config.step_tokens = 256.max(batch);
 
-    let mut policies: [(&str, Box<dyn Scheduler>); 3] = [
-        ("static", Box::new(StaticBatching::new(batch).linger(Duration::from_secs(5)))),
-        ("dynamic", Box::new(DynamicBatching::new(batch, Duration::from_millis(200)))),
-        ("continuous", Box::new(ContinuousBatching::default().max_chunk(64))),
-    ];
+    let settings = Policies { batch, linger: Duration::from_secs(5), max_wait: Duration::from_millis(200), max_chunk: 64 };
     let mut reports = Vec::new();
-    for (name, policy) in &mut policies {
-        reports.push((*name, simulate(&config, &requests, &mut **policy)?.0));
+    for name in policies::NAMES {
+        let mut policy = settings.named(name).expect("one of the names");
+        reports.push((name, simulate(&config, &requests, &mut *policy)?.0));
     }
+    let figures: Vec<(&str, Figures)> = reports.iter().map(|(name, r)| (*name, Figures::of(r))).collect();
 
     let mut out = std::io::stdout().lock();
     let refused = reports[0].1.refused;
@@ -76,10 +76,11 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
             // Standard output belongs to the object.
             writeln!(std::io::stderr(), "simulate: {refused} requests did not fit and were refused")?;
         }
-        writeln!(out, "{:#}", serde_json::Value::Object(reports.iter().map(|(n, r)| ((*n).into(), json(r))).collect()))?;
+        let object = figures.iter().map(|(name, figures)| ((*name).to_owned(), figures.json())).collect();
+        writeln!(out, "{:#}", serde_json::Value::Object(object))?;
     } else {
         writeln!(out, "{} requests, {refused} of them refused; batches of {batch}, {tokens} tokens of cache", requests.len())?;
-        table(&mut out, &reports)?;
+        table(&mut out, &figures)?;
     }
     let default = (!args.flag("--json")).then(|| PathBuf::from("simulate.svg"));
     if let Some(path) = args.path("--svg").or(default) {
@@ -94,8 +95,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
 
 fn requests(args: &Args, seed: u64) -> Result<Vec<Arrival>, Box<dyn std::error::Error>> {
     if let Some(path) = args.path("--requests") {
-        let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        return Ok(parse_trace(&text).map_err(|e| format!("{}: {e}", path.display()))?);
+        return Ok(support::requests::read(&path)?);
     }
     // Conversations under a common instruction, and among them texts that are long and may take their time.
     let log_normal = |median, sigma, max| Lengths::LogNormal { median, sigma, max };
@@ -112,41 +112,16 @@ fn requests(args: &Args, seed: u64) -> Result<Vec<Arrival>, Box<dyn std::error::
     Ok(Arrivals { seed, requests, rate, mix: vec![chat, text] }.generate()?)
 }
 
-fn ms(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
-}
-
-fn json(r: &Report) -> serde_json::Value {
-    let of = |p: Option<Percentiles>, which: fn(Percentiles) -> Duration| p.map(|p| ms(which(p)));
-    serde_json::json!({
-        "throughput_tok_s": r.throughput_tok_s,
-        "ttft_ms_p50": of(r.ttft, |p| p.p50),
-        "ttft_ms_p99": of(r.ttft, |p| p.p99),
-        "tpot_ms_p50": of(r.tpot, |p| p.p50),
-        "tpot_ms_p99": of(r.tpot, |p| p.p99),
-        "waste": r.waste,
-        "hit_rate": r.hit_rate,
-    })
-}
-
-fn table(out: &mut impl Write, reports: &[(&str, Report)]) -> std::io::Result<()> {
-    writeln!(out, "\n            throughput  time to first token, ms   time per token, ms  cache slots  prompt from  preemp-")?;
-    writeln!(out, "policy           tok/s       p50       p99        p50       p99        empty        cache    tions")?;
-    for (name, r) in reports {
-        let of = |p: Option<Percentiles>, which: fn(Percentiles) -> Duration| {
-            p.map_or("-".to_owned(), |p| format!("{:.0}", ms(which(p))))
-        };
-        let [t50, t99] = [of(r.ttft, |p| p.p50), of(r.ttft, |p| p.p99)];
-        let [o50, o99] = [of(r.tpot, |p| p.p50), of(r.tpot, |p| p.p99)];
-        let (waste, hits) = (r.waste * 100.0, r.hit_rate * 100.0);
-        write!(out, "{name:<12} {:>9.1} {t50:>9} {t99:>9}  {o50:>9} {o99:>9}", r.throughput_tok_s)?;
-        writeln!(out, " {waste:>10.1} % {hits:>10.1} % {:>8}", r.preemptions)?;
+fn cost(args: &Args) -> Result<CostModel, Wrong> {
+    match args.list::<f64>("--cost")?.as_deref() {
+        None => Ok(COST),
+        Some(&[step, row, prefill_token, attended_token]) => Ok(CostModel { step, row, prefill_token, attended_token }),
+        Some(found) => Err(Wrong(format!("--cost: expected 4 numbers, found {}", found.len()))),
     }
-    Ok(())
 }
 
 fn plot(heading: &str, requests: &[Arrival], reports: &[(&str, Report)]) -> String {
-    let times = |of: fn(&Arrival, &loquat::sched::sim::Outcome) -> Option<Duration>| {
+    let times = |of: fn(&Arrival, &Outcome) -> Option<Duration>| {
         let one = |r: &Report| requests.iter().zip(&r.requests).filter_map(|(a, o)| of(a, o)).collect();
         reports.iter().map(|(name, r)| (*name, one(r))).collect()
     };

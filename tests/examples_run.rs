@@ -62,6 +62,12 @@ fn mistakes_on_the_command_line_exit_with_2() {
         ("generate", &[], "expected a prompt"),
         ("chat", &["--temperature", "x"], "chat: --temperature: expected a number"),
         ("measure", &["--batch", "x"], "measure: --batch: expected a number"),
+        ("measure", &["--policy", "lazy"], "measure: --policy: expected static, dynamic, continuous or all, found \"lazy\""),
+        ("measure", &["--policy", "all", "--repeat", "2"], "measure: --repeat means nothing with policies"),
+        ("measure", &["--shared-prefix", "8", "--count", "2"], "measure: --count means nothing without --policy"),
+        ("measure", &["--rounds", "2"], "measure: --rounds means nothing without --policy or --shared-prefix"),
+        ("measure", &["--shared-prefix", "0"], "measure: --shared-prefix: expected a number from 1 to"),
+        ("simulate", &["--cost", "1,2,3"], "simulate: --cost: expected 4 numbers, found 3"),
         ("dump_logits", &["--ids", "1,x"], "dump_logits: --ids: expected numbers"),
         ("dump_logits", &[], "dump_logits: --ids 1,2,3 is needed"),
         ("simulate", &["--rate", "0"], "simulate: --rate: expected a number from 0.000001 to 1000000, found \"0\""),
@@ -134,7 +140,7 @@ fn simulate_prints_one_object_and_nothing_else() {
     for (policy, figures) in report.as_object().unwrap() {
         let names: Vec<&str> = figures.as_object().unwrap().keys().map(String::as_str).collect();
         let times = ["ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"];
-        assert_eq!(names, [&["throughput_tok_s"][..], &times, &["waste", "hit_rate"]].concat());
+        assert_eq!(names, [&["throughput_tok_s"][..], &times, &["waste", "hit_rate", "preemptions"]].concat());
         let figure = |name: &str| figures[name].as_f64().unwrap();
         assert!(times.iter().chain(&["throughput_tok_s"]).all(|n| figure(n) > 0.0), "{policy}: {figures}");
         assert!(["waste", "hit_rate"].iter().all(|n| (0.0..1.0).contains(&figure(n))), "{policy}: {figures}");
@@ -174,6 +180,83 @@ fn simulate_reads_a_trace_and_plots_it() {
         assert!(code != Some(0) && out.is_empty() && error.contains(expected), "{code:?} {out} {error}");
         assert!(!plot.exists());
     }
+}
+
+/// The README shows what its command gives.
+#[test]
+fn the_plot_in_the_readme_is_up_to_date() {
+    let Some(mut command) = example("simulate") else { return };
+    let scratch = Scratch::new("simulate-readme");
+    let plot = scratch.path("simulate.svg");
+    let (code, out, error) = run(command.arg("--svg").arg(&plot), b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let [shown, drawn] = [root.join("docs/simulate.svg"), plot].map(|path| std::fs::read_to_string(path).unwrap());
+    assert!(shown == drawn, "cargo run --release --example simulate -- --svg docs/simulate.svg gives another plot");
+    // The figures of the table beside it, by policy.
+    let readme = std::fs::read_to_string(root.join("README.md")).unwrap();
+    for policy in ["static", "dynamic", "continuous"] {
+        let speed = out.lines().find_map(|l| l.strip_prefix(policy)).and_then(|l| l.split_whitespace().next()).unwrap();
+        assert!(readme.contains(&format!("\n| {policy} | {speed} | ")), "{policy}: {out}");
+    }
+}
+
+/// The same answers for all, and the figures of the simulator; what a trace asks for is what is served.
+#[test]
+fn measure_compares_policies() {
+    let model = fixtures().join("gguf/llama_q4_0.gguf");
+    let scratch = Scratch::new("measure-policies");
+    // One that is cancelled before it could end, one that is longer than the model's context.
+    let trace =
+        "seconds,prompt_tokens,output_tokens,cancel_s\n0,40,20,\n0,3,5,\n0.001,30,1,\n0,100,100,0\n0,9000000,1,\n0.002,9,12,\n";
+    let trace = scratch.write("trace.csv", trace);
+    let measure = |args: &[&str]| {
+        let mut command = example("measure")?;
+        let (code, out, error) = run(command.arg("--threads=1").arg("--model").arg(&model).args(args), b"");
+        assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+        Some(out)
+    };
+    let requests = format!("--requests={}", trace.display());
+    let all = [&requests, "--policy=all", "--batch=2", "--linger=0", "--rounds=2"];
+    let Some(out) = measure(&[&all[..], &["--shared-prefix=33", "--json", "--fit"]].concat()) else { return };
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((&report["requests"], &report["refused"], &report["rounds"]), (&6.into(), &1.into(), &2.into()), "{out}");
+    for policy in ["static", "dynamic", "continuous"] {
+        let figure = |name: &str| report["policies"][policy][name].as_f64().unwrap();
+        let times = ["throughput_tok_s", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99"];
+        assert!(times.iter().all(|name| figure(name) > 0.0), "{policy}: {out}");
+        assert!(figure("ttft_ms_p50") <= figure("ttft_ms_p99"), "{policy}: {out}");
+        // Two can start together before the prefix is there, the others find it; blocks are half empty at the worst.
+        assert!((0.1..1.0).contains(&figure("hit_rate")) && (0.0..0.5).contains(&figure("waste")), "{policy}: {out}");
+        let ratio = report["against_static"][policy]["throughput_tok_s"].as_f64();
+        assert_eq!(ratio.is_some_and(|r| r > 0.0), policy != "static", "{out}");
+    }
+    let cost: Vec<f64> = report["cost"].as_array().unwrap().iter().map(|c| c.as_f64().unwrap()).collect();
+    assert!(cost.len() == 4 && cost.iter().all(|c| *c >= 0.0) && cost.iter().any(|c| *c > 0.0), "{out}");
+
+    let out = measure(&all).unwrap();
+    for text in ["6 requests, 1 of them refused; batches of 2", "\ncontinuous ", "as multiples of static\ndynamic "] {
+        assert!(out.contains(text), "{text}: {out}");
+    }
+    let out = measure(&["--requests=mixed", "--count=9", "--rate=500", "--seed=4", "--rounds=1", "--fit"]).unwrap();
+    assert!(out.contains("for simulate: --cost ") && !out.contains("multiples"), "{out}");
+}
+
+#[test]
+fn measure_finds_a_shared_prefix() {
+    let Some(mut command) = example("measure") else { return };
+    let command = command.args(["--shared-prefix=100", "--rounds=3", "--threads=1", "--json", "--model"]);
+    let (code, out, error) = run(command.arg(fixtures().join("gguf/llama_q4_0.gguf")), b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert!(["cold_ttft_ms", "hit_ttft_ms", "cold_over_hit"].iter().all(|n| report[*n].as_f64().unwrap() > 0.0), "{out}");
+    assert!(report["cached_tokens"].as_u64().unwrap() >= 100, "{out}");
+
+    // Longer than the model's context.
+    let mut command = example("measure").unwrap();
+    let command = command.args(["--shared-prefix=300", "--threads=1", "--model"]);
+    let (code, _, error) = run(command.arg(fixtures().join("gguf/llama_q4_0.gguf")), b"");
+    assert!(code == Some(1) && error.contains("measure: 317 tokens do not fit: expected 256 at most"), "{code:?} {error}");
 }
 
 /// Dialogue comes soon whatever is being written, and with a place reserved one book goes on beside it.

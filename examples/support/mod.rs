@@ -4,7 +4,12 @@
 
 pub(crate) mod args;
 pub(crate) mod fetch;
+pub(crate) mod figures;
 pub(crate) mod plot;
+pub(crate) mod policies;
+pub(crate) mod requests;
+pub(crate) mod serve;
+pub(crate) mod speed;
 pub(crate) mod stats;
 
 use args::{Args, Opt, Wrong};

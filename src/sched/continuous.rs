@@ -55,7 +55,7 @@ pub struct ContinuousBatching {
     pub patience: Duration,
     /// How much waiting a token that is already cached is worth, for admission: with 50 ms a sequence passes one that arrived 10
     /// seconds before it by a shared prefix that is 200 tokens longer. 0, the default, costs nothing; else each waiting
-    /// sequence is looked up in each step that could admit one, at O(its tokens).
+    /// sequence is looked up in each step that could admit one, and again in one that admits several, at O(its tokens).
     pub prefix_worth: Duration,
     running: Vec<Entry>,
     waiting: BinaryHeap<Reverse<Entry>>,
@@ -123,6 +123,8 @@ impl Scheduler for ContinuousBatching {
     fn schedule(&mut self, step: &mut StepBuilder<'_>) {
         self.running.clear();
         self.running.reserve(step.max_seqs());
+        self.waiting.clear();
+        self.waiting.reserve(step.max_seqs());
         let (ageing, patience) = (self.ageing, self.patience);
         self.running.extend(step.running().map(|s| Entry::new(s, ageing, patience)));
         self.running.sort_unstable();
@@ -185,41 +187,51 @@ impl ContinuousBatching {
     /// Admits waiting sequences strictly by rank: one that fits must not pass one that does not, or a long prompt would never
     /// find its room.
     fn admit(&mut self, step: &mut StepBuilder<'_>, mut chunk: usize) {
-        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 || step.waiting().next().is_none() {
+        if chunk == 0 || step.token_budget() == 0 || step.seq_budget() == 0 {
             return;
         }
-        let mut heap = mem::take(&mut self.waiting).into_vec();
-        heap.clear();
-        heap.reserve(step.max_seqs());
-        let worth = self.prefix_worth.as_nanos() as i128;
-        heap.extend(step.waiting().map(|s| {
-            let mut entry = Entry::new(s, self.ageing, self.patience);
-            if worth > 0 {
-                entry.rank -= worth.saturating_mul(step.cached_prefix(s.id()) as i128);
-            }
-            Reverse(entry)
-        }));
-        self.waiting = BinaryHeap::from(heap);
-
+        // The first is found without ranking the others: in a full cache it does not fit, and that is that.
+        let Some(mut next) = self.ranked(step).min() else { return };
         // What those that run will need to complete what is known of them. A sequence preempted above is not running any more:
         // its blocks are counted as free.
         let mut promised = self.needed(step, 1);
         let mut alone = self.running.iter().all(|e| e.left == 0);
-        while let Some(Reverse(entry)) = self.waiting.pop() {
+        let mut ranked = false;
+        loop {
             // Alone it need not ask: it was submitted because the pool can hold it.
-            if !alone && promised + step.blocks_for(entry.seq, entry.total + 1) > step.free_blocks() {
+            if !alone && promised + step.blocks_for(next.seq, next.total + 1) > step.free_blocks() {
                 return;
             }
-            match step.prefill(entry.seq, chunk) {
+            match step.prefill(next.seq, chunk) {
                 Ok(granted) => chunk -= granted,
                 Err(_) => return,
             }
-            promised += step.blocks_for(entry.seq, entry.total + 1);
+            promised += step.blocks_for(next.seq, next.total + 1);
             alone = false;
-            if chunk == 0 {
+            if chunk == 0 || step.seq_budget() == 0 {
                 return;
             }
+            if !ranked {
+                ranked = true;
+                let mut heap = mem::take(&mut self.waiting).into_vec();
+                heap.extend(self.ranked(step).map(Reverse));
+                self.waiting = BinaryHeap::from(heap);
+            }
+            let Some(Reverse(entry)) = self.waiting.pop() else { return };
+            next = entry;
         }
+    }
+
+    /// Those that wait, by their rank for admission.
+    fn ranked(&self, step: &StepBuilder<'_>) -> impl Iterator<Item = Entry> {
+        let (ageing, patience, worth) = (self.ageing, self.patience, self.prefix_worth.as_nanos() as i128);
+        step.waiting().map(move |s| {
+            let mut entry = Entry::new(s, ageing, patience);
+            if worth > 0 {
+                entry.rank -= worth.saturating_mul(step.cached_prefix(s.id()) as i128);
+            }
+            entry
+        })
     }
 }
 

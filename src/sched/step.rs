@@ -208,8 +208,13 @@ impl StepBuilder<'_> {
         let total = s.tokens.len();
         // The token sampled after the last guess needs a place in the sequence too.
         let most = draft.min(l.cfg.max_draft).min(self.token_budget() - 1).min((s.limit - total).saturating_sub(1));
-        let regime = (l.cfg.regime)(total);
-        let draft = (1..=most).take_while(|d| (l.cfg.regime)(total + d) == regime).count();
+        let draft = match most {
+            0 => 0,
+            _ => {
+                let regime = (l.cfg.regime)(total);
+                (1..=most).take_while(|d| (l.cfg.regime)(total + d) == regime).count()
+            }
+        };
         // One whose regime has changed has nothing cached, unless it is a single token.
         let granted = if s.held.is_empty() { self.ledger.admit(i, 1)? } else { self.ledger.reserve(i, 1 + draft)? };
         self.ledger.plan(i, 1, granted - 1);
@@ -453,6 +458,14 @@ impl Ledger {
         let partial = (start % bs > 0).then(|| s.held.tables[0][at]);
         // Forks that run share it. Where only the tree does, it need not.
         let copy = partial.is_some_and(|b| blocks.pools[0].users(b) > 1);
+        // Most decode rows write on in their last block, and need no other.
+        if !copy && start + want <= len * bs {
+            if let Some(block) = partial {
+                blocks.disown(0, block);
+            }
+            step.undo.push(Undo { slot: i, before: Before::Blocks { len, originals: None } });
+            return Ok(want);
+        }
         let room = (0..groups).map(|g| (len + blocks.pools[g].available()).saturating_sub(usize::from(copy)) * bs);
         let got = want.min(room.min().map_or(0, |room| room.saturating_sub(start)));
         if got == 0 || (copy && blocks.pools.iter().any(|p| p.available() == 0)) {
