@@ -49,8 +49,8 @@ impl Session {
     /// # Ok::<(), loquat::Error>(())
     /// ```
     ///
-    /// Cost: one copy of what is cached, [as large as the cache](KvSave) for it. Where an answer of which the engine is just in the
-    /// middle of a step with others is stopped, what it has beyond whole blocks is run again later.
+    /// Cost: one copy of what is cached: see [`KvSave`] for how large. Where the answer that is stopped takes part in a step with
+    /// others that is not over, what it has beyond whole blocks is run again later.
     ///
     /// # Errors
     /// As [`Engine::export`]; the session is then as after [`stop`](Self::stop).
@@ -62,13 +62,13 @@ impl Session {
         Ok(out.finish())
     }
 
-    /// A session as it was [saved](Self::save), by this program or another, with what was cached of it cached in `engine`: its next
-    /// answer runs what is new, and no more than the last token of what is not, as long as nobody has needed the room
+    /// A session as it was [saved](Self::save), by this program or another, with what was cached of it cached in `engine`: its
+    /// next answer runs what is new, and no more than the last token of what is not, as long as nobody has needed the room
     /// until then. The engine's threads, blocks and room may be others than the saver's; for [`KvSave::Exact`] the type of
     /// its cache is the same.
     ///
     /// Of an answer that had failed the error is not kept: it counts as cancelled. [`Engine::import`] says whose
-    /// snapshots to trust, and when nothing is cached in spite of all.
+    /// snapshots to trust, [`Imported::cached`](crate::engine::Imported::cached) when nothing is cached in spite of all.
     ///
     /// # Errors
     /// As [`Engine::import`], with [`SnapshotError::Model`] also where `files` are not of the engine's model, and as

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! frame     see `bytes`: version, checksum, and the model that it is of
-//! prefix    key u64; tokens u64, then u32 each; how many of them are cached, u64; how, u8: 0 not at all, 1 F32, 2 F16, 3 in 8 bits
+//! prefix    key u64; tokens u64, then u32 each; how many of them are cached, u64; how, u8: 0 not at all, 1 F32, 2 F16,
+//!           3 in 8 bits
 //! cached    where there is any: groups u32; for each: window u64 (0 none), first u64, bytes of a record u64; then records of the
 //!           tokens first .. cached, see `kv`
 //! ```
@@ -77,8 +78,8 @@ impl Engine {
     /// room; [`pin`](Self::pin) keeps them. A step that is open is given up and planned again. Threads and kernel tier of the two
     /// engines make no difference; with another [`compute`](super::EngineConfig::compute) the bits are those of the saver's.
     ///
-    /// The checksum finds accidents, not forgeries: whoever can write a snapshot decides what the cache says that its tokens mean, for
-    /// everybody with the same key. Take in what you, or those you trust, have saved.
+    /// The checksum finds accidents, not forgeries: whoever can write a snapshot decides what the cache says that its tokens
+    /// mean, for everybody with the same key. Take in what you, or those you trust, have saved.
     ///
     /// # Errors
     /// [`SnapshotError`] says what is wrong with the bytes, or which model or type of cache they are of;
