@@ -1,6 +1,11 @@
-//! One error type for each moment at which something can go wrong: loading, configuring, text, submitting, running.
+//! One error type for each moment at which something can go wrong: loading, configuring, text, submitting, running,
+//! saving.
 //! Every message names the thing, what was expected and what was found.
 #![forbid(unsafe_code)]
+
+mod snapshot;
+
+pub use snapshot::SnapshotError;
 
 use crate::dtype::FormatId;
 use crate::ids::{SeqId, TokenId};
@@ -547,4 +552,7 @@ pub enum Error {
     /// See [`HandleError`].
     #[error(transparent)]
     Handle(#[from] HandleError),
+    /// See [`SnapshotError`].
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
 }

@@ -101,12 +101,13 @@ pub use backend::cpu::Compute;
 pub use dtype::{FormatId, KvDType};
 pub use engine::{EmbedOptions, Engine, EngineConfig, Event, EventKind, FinishReason, Pooling, Request, Status};
 pub use engine::{EngineDriver, EngineHandle, EventStream, HandleOptions, Reply};
-pub use error::{ConfigError, Error, HandleError, LoadError, QuantError, RunError, SubmitError, TextError};
+pub use engine::{Imported, KvSave};
+pub use error::{ConfigError, Error, HandleError, LoadError, QuantError, RunError, SnapshotError, SubmitError, TextError};
 pub use ids::{BlockCopy, BlockGroup, BlockId, MAX_GROUPS, SeqId, TokenId};
-pub use model::{MemoryPlan, ModelFiles, OpenOptions, SideTexts};
+pub use model::{Fingerprint, MemoryPlan, ModelFiles, OpenOptions, SideTexts};
 pub use sample::SamplingParams;
 pub use sched::{PinId, Scheduler, StepBuilder};
-pub use session::{Generate, GenerateOptions, Polled, Session};
+pub use session::{Generate, GenerateOptions, Polled, SaveOptions, Session};
 pub use text::{Message, RenderOptions};
 pub use weights::LoadMode;
 

@@ -9,6 +9,10 @@
 //! now. Nothing here waits: only [`Generate`] steps the engine.
 #![forbid(unsafe_code)]
 
+mod saved;
+
+pub use saved::SaveOptions;
+
 use crate::engine::{Engine, EventKind, FinishReason, Held, Request, Status};
 use crate::error::{Error, RunError, SubmitError, TextError};
 use crate::ids::{SeqId, TokenId};
@@ -75,6 +79,8 @@ pub struct Session {
     sent: usize,
     /// Pushed while an answer was under way, and after it.
     queued: Vec<TokenId>,
+    /// Of its requests; another than 0 after it was restored from 8 bits.
+    key: u64,
     /// Some of the conversation is raw text.
     raw: bool,
     messages: Vec<Message>,
@@ -113,6 +119,7 @@ impl Session {
             held: None,
             sent: 0,
             queued: Vec::new(),
+            key: 0,
             raw: false,
             messages: Vec::new(),
             said: 0,
@@ -221,6 +228,7 @@ impl Session {
             stop_tokens: if options.ignore_end { Vec::new() } else { self.end_ids.clone() },
             priority: options.priority,
             hold: true,
+            key: self.key,
             ..Request::new(tokens, options.max_tokens.min(room))
         };
         match self.here(engine) {
@@ -371,6 +379,7 @@ impl Session {
             sent: if held.is_some() { self.sent } else { 0 },
             held,
             queued: Vec::new(),
+            key: self.key,
             raw: self.raw,
             messages: self.messages.clone(),
             said: self.said,

@@ -376,6 +376,15 @@ impl World {
         }
         let group = self.ledger.config().groups[0];
         assert_eq!(seen, tokens.div_ceil(bs) - group.first_block(tokens, bs));
+        // What a new sequence of the same tokens would find, and some of what lies before the windows.
+        let all: Vec<_> = contents(known.iter().copied(), key, self.rope.regime(known.len())).collect();
+        let (found, more) = self.ledger.cached_blocks_of(key, known, self.rng.below(40));
+        let held = self.ledger.view(id).is_some_and(|v| v.state() == SeqState::Held);
+        assert!(!held || (found == tokens && blocks.iter().all(|b| more.contains(b))), "{id}: {found} of {tokens}");
+        for b in &more {
+            let from = b.index * bs;
+            assert_eq!(self.slots[b.group][b.block.index() * bs..][..b.tokens], all[from..from + b.tokens], "{b:?} of {id}");
+        }
     }
 
     /// Brings a prefix in from elsewhere, and sometimes breaks off.
@@ -385,8 +394,10 @@ impl World {
         let regime = self.rope.regime(tokens.len());
         let all: Vec<_> = contents(tokens.iter().copied(), key, regime).collect();
         let (bs, fails) = (self.ledger.config().block_size, self.rng.percent(20));
+        // What lies before the windows may come along.
+        let from: Vec<_> = self.groups().map(|_| self.rng.below(n + 1)).collect();
         let (slots, rng) = (&mut self.slots, &mut self.rng);
-        let done = self.ledger.import(key, &tokens, n, |blocks| {
+        let done = self.ledger.import_from(key, &tokens, n, &from, |blocks| {
             for b in blocks {
                 let slots = &mut slots[b.group][b.block.index() * bs..(b.block.index() + 1) * bs];
                 slots.iter_mut().for_each(|s| *s = rng.next());

@@ -58,9 +58,12 @@ impl Engine {
         if let Some(limit_bytes) = config.memory_limit_bytes.filter(|limit| plan.total_bytes() > *limit) {
             return Err(ConfigError::Memory { what: "the engine", needed_bytes: plan.total_bytes(), limit_bytes }.into());
         }
+        let fingerprint = files.fingerprint();
         let model = Box::new(Transformer::load(backend, files, limits, progress)?);
         let (max_seqs, prompt_logits, want) = (config.max_seqs, config.prompt_logits, config.want());
-        Ok(Self::from_parts(EngineParts { model, scheduler, max_seqs, prompt_logits, want, plan })?)
+        let mut engine = Self::from_parts(EngineParts { model, scheduler, max_seqs, prompt_logits, want, plan })?;
+        engine.identify(fingerprint);
+        Ok(engine)
     }
 
     /// The bytes that [`Engine::new`] would allocate, without allocating them: reads headers alone.
@@ -109,6 +112,7 @@ impl Engine {
             owned: HashSet::new(),
             released: Arc::default(),
             plan,
+            fingerprint: None,
             start: Instant::now(),
         })
     }

@@ -16,6 +16,7 @@ mod driver;
 mod embed;
 mod handle;
 mod request;
+pub(crate) mod snapshot;
 mod step;
 
 pub use build::EngineParts;
@@ -24,11 +25,12 @@ pub use driver::{EngineDriver, HandleOptions, Stopped};
 pub use embed::{EmbedOptions, Pooling, normalize};
 pub use handle::{EngineHandle, EventStream, Recv, Reply};
 pub use request::{Event, EventKind, FinishReason, Request, RowView, Status};
+pub use snapshot::{Imported, KvSave};
 
 use crate::batch::{Batch, RowsWanted};
 use crate::error::SubmitError;
 use crate::ids::{SeqId, TokenId};
-use crate::model::{Logits, MemoryPlan, Model, Want};
+use crate::model::{Fingerprint, Logits, MemoryPlan, Model, Want};
 use crate::sample::{Sampler, SamplerState};
 use crate::sched::{Ledger, NewSeq, PinId, PlanItem, Scheduler, SeqState, SeqView};
 use parking_lot::Mutex;
@@ -57,6 +59,8 @@ pub struct Engine {
     owned: HashSet<SeqId>,
     released: Arc<Mutex<Vec<SeqId>>>,
     plan: MemoryPlan,
+    /// Which model it is, where somebody said so.
+    fingerprint: Option<Fingerprint>,
     start: Instant,
 }
 

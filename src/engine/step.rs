@@ -108,13 +108,18 @@ impl Engine {
 
     /// Nothing of the open step counts.
     fn give_up(&mut self, error: RunError) -> RunError {
+        self.abandon_step();
+        error
+    }
+
+    /// Gives up the open step, if there is one; the next call plans it again.
+    pub(super) fn abandon_step(&mut self) {
         self.stage = Stage::Between;
         self.ledger.abort_step();
         // The step that they were to end with is over, if not in the way that was hoped for.
         while let Some(seq) = self.runs.iter().filter(|(_, run)| run.stopping).map(|(seq, _)| *seq).min() {
             self.end(seq, FinishReason::Cancelled);
         }
-        error
     }
 
     /// Books what the forward pass left: shows rows, commits items, samples.

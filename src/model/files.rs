@@ -5,7 +5,7 @@
 //! finds out.
 #![forbid(unsafe_code)]
 
-use super::gguf;
+use super::{Fingerprint, gguf};
 use crate::arch::{Arch, Config, ModelSpec, Naming};
 use crate::error::{ConfigError, LoadError, TextError};
 use crate::ids::TokenId;
@@ -13,7 +13,7 @@ use crate::text::{ChatTemplate, Tokenizer};
 use crate::weights::{self, Bytes, Gguf, LoadMode, OnProgress, Opened, WeightSource, read_text_file};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// How to open a model's files.
 #[derive(Clone, Debug)]
@@ -58,6 +58,8 @@ pub struct ModelFiles {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     end_ids: Vec<TokenId>,
+    /// Shared by clones: taken once.
+    pub(super) fingerprint: Arc<OnceLock<Fingerprint>>,
 }
 
 impl ModelFiles {
@@ -131,7 +133,8 @@ impl ModelFiles {
     fn assemble(weights: Arc<dyn WeightSource>, config: &Config, naming: Naming) -> Result<Self, LoadError> {
         let arch = Arch::find(config, naming)?;
         let spec = arch.read(config, naming)?;
-        Ok(ModelFiles { weights, naming, arch, spec, tokenizer: None, template: None, end_ids: Vec::new() })
+        let (end_ids, fingerprint) = (Vec::new(), Arc::default());
+        Ok(ModelFiles { weights, naming, arch, spec, tokenizer: None, template: None, end_ids, fingerprint })
     }
 
     fn add_texts(&mut self, texts: &SideTexts) -> Result<(), LoadError> {

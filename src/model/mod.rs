@@ -6,6 +6,7 @@
 
 mod buffers;
 mod files;
+mod fingerprint;
 mod gguf;
 mod inventory;
 mod load;
@@ -14,12 +15,16 @@ mod plan;
 mod tensors;
 mod transformer;
 
+pub(crate) use fingerprint::Digest;
+
 pub use files::{ModelFiles, OpenOptions, SideTexts};
+pub use fingerprint::Fingerprint;
 pub use plan::{MemoryPlan, ModelLimits};
 pub use transformer::Transformer;
 
 use crate::arch::ModelSpec;
 use crate::batch::{Batch, BatchLimits};
+use crate::dtype::KvDType;
 use crate::error::{ConfigError, RunError, reserved};
 use crate::ids::{BlockCopy, BlockGroup, BlockId};
 
@@ -153,6 +158,11 @@ pub trait Model: Send {
     /// Bytes of a token's keys and values in the layers of a group, as [`read_block`](Self::read_block) gives them; 0 where there
     /// is no such group.
     fn token_bytes(&self, group: usize) -> usize;
+
+    /// Type of the cache's values; `None` where they are of none of these, and no snapshot can hold them.
+    fn kv_dtype(&self) -> Option<KvDType> {
+        None
+    }
 
     /// Lays a batch out. A step that was begun before and not finished is dropped; what it wrote to the cache lies in slots
     /// that a repeated step writes again.

@@ -19,6 +19,7 @@ use super::{Logits, Model, Progress, Want};
 use crate::arch::{AttnDims, Ffn, KvLayout, LayerSpec, ModelSpec, NormSpan, NormSpec, QkNorm, angles};
 use crate::backend::{AttnArgs, Backend, Heads, MoeArgs};
 use crate::batch::{Batch, BatchLimits};
+use crate::dtype::KvDType;
 use crate::error::{Error, RunError};
 use crate::ids::{BlockCopy, BlockGroup, BlockId};
 
@@ -373,6 +374,10 @@ impl<B: Backend> Model for Transformer<B> {
 
     fn token_bytes(&self, group: usize) -> usize {
         self.token_bytes.get(group).copied().unwrap_or(0)
+    }
+
+    fn kv_dtype(&self) -> Option<KvDType> {
+        Some(self.limits.kv_dtype)
     }
 
     fn begin(&mut self, batch: &Batch, want: Want) -> Result<(), RunError> {

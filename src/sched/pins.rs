@@ -6,7 +6,7 @@
 
 use super::blocks::{Blocks, Found, Hold, refused};
 use super::ledger::Ledger;
-use super::seq::{Seq, State};
+use super::seq::State;
 use crate::cache::RootKey;
 use crate::error::SubmitError;
 use crate::ids::{BlockId, MAX_GROUPS, SeqId, TokenId};
@@ -113,24 +113,36 @@ impl Ledger {
         let i = self.seqs.find(seq).filter(|&i| self.seqs[i].planned.is_none());
         let s = &self.seqs[i.ok_or_else(|| self.misuse(seq, "any state, not in the open step"))?];
         Ok(match s.state {
-            State::Running => (s.computed, self.listed(s.computed, |g, k| s.held.tables[g].get(k).copied())),
-            _ => self.found_blocks(s),
+            State::Running => (s.computed, self.listed(s.computed, 0, |g, k| s.held.tables[g].get(k).copied())),
+            _ => self.found_blocks(self.key_of(s), &s.tokens, 0),
         })
     }
 
-    fn found_blocks(&self, s: &Seq) -> (usize, Vec<CachedBlock>) {
-        let mut path = Vec::new();
-        let Found { nodes, partial, tokens } = self.blocks.find(self.key_of(s), &s.tokens, |node| path.push(node));
-        path.truncate(nodes);
-        path.extend(partial);
-        (tokens, self.listed(tokens, |g, k| path.get(k).and_then(|&node| self.blocks.tree.block(node, g))))
+    /// The blocks that hold what is cached of `tokens` under `key`, as far as a sequence of just these tokens could use it:
+    /// tokens, and the blocks of those that the next token sees. Of a group with a window also the blocks of the `back` tokens
+    /// before those, as far as they are still cached without a gap. Valid until the next call that changes the ledger.
+    pub fn cached_blocks_of(&self, key: u64, tokens: &[TokenId], back: usize) -> (usize, Vec<CachedBlock>) {
+        self.found_blocks(self.root(key, tokens.len()), tokens, back)
     }
 
-    fn listed(&self, tokens: usize, block: impl Fn(usize, usize) -> Option<BlockId>) -> Vec<CachedBlock> {
+    fn found_blocks(&self, root: RootKey, tokens: &[TokenId], back: usize) -> (usize, Vec<CachedBlock>) {
+        let mut path = Vec::new();
+        let Found { nodes, partial, tokens } = self.blocks.find(root, tokens, |node| path.push(node));
+        path.truncate(nodes);
+        path.extend(partial);
+        (tokens, self.listed(tokens, back, |g, k| path.get(k).and_then(|&node| self.blocks.tree.block(node, g))))
+    }
+
+    fn listed(&self, tokens: usize, back: usize, block: impl Fn(usize, usize) -> Option<BlockId>) -> Vec<CachedBlock> {
         let bs = self.cfg.block_size;
         let mut all = Vec::new();
         for (group, g) in self.cfg.groups.iter().enumerate() {
-            for index in g.first_block(tokens, bs)..tokens.div_ceil(bs) {
+            let mut first = g.first_block(tokens, bs);
+            let least = g.first_block(tokens, 1).saturating_sub(back) / bs;
+            while first > least && block(group, first - 1).is_some() {
+                first -= 1;
+            }
+            for index in first..tokens.div_ceil(bs) {
                 let block = block(group, index).expect("a usable prefix has the blocks that its next token sees");
                 all.push(CachedBlock { group, index, block, tokens: bs.min(tokens - index * bs) });
             }
@@ -151,6 +163,22 @@ impl Ledger {
         cached: usize,
         fill: impl FnOnce(&[CachedBlock]) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.import_from(key, tokens, cached, &[], fill)
+    }
+
+    /// As [`Ledger::import`], with what lies before the windows as well, where there is room for it: for each group, the first
+    /// token that `fill` could write. Those who part from the prefix a little before its end find what they see then.
+    ///
+    /// # Errors
+    /// As [`Ledger::import`].
+    pub fn import_from<E: From<SubmitError>>(
+        &mut self,
+        key: u64,
+        tokens: &[TokenId],
+        cached: usize,
+        from: &[usize],
+        fill: impl FnOnce(&[CachedBlock]) -> Result<(), E>,
+    ) -> Result<(), E> {
         let (bs, root) = (self.cfg.block_size, self.root(key, tokens.len()));
         let done = &tokens[..cached.min(tokens.len())];
         let (blocks, groups) = (done.len().div_ceil(bs), self.cfg.groups.len());
@@ -162,15 +190,27 @@ impl Ledger {
             return Ok(());
         }
         let known = hold.len();
-        let skip = self.blocks.first_blocks(done.len());
+        let least = self.blocks.first_blocks(done.len());
+        let mut skip = least;
+        for (skip, from) in skip.iter_mut().zip(from) {
+            *skip = from.div_ceil(bs).min(*skip);
+        }
+        if self.blocks.room(&hold, skip, 0, done.len()) < done.len() {
+            skip = least;
+        }
         let room = self.blocks.room(&hold, skip, 0, done.len());
         if room < done.len() {
             self.blocks.release(&mut hold);
             return Err(SubmitError::TooLong { tokens: done.len(), what: "what the cache has free", limit: room }.into());
         }
         self.blocks.extend(&mut hold, done.len(), skip);
-        let new = self.listed(done.len(), |g, k| Some(hold.tables[g][k]));
-        let new: Vec<_> = new.into_iter().filter(|b| b.index >= known).collect();
+        let new: Vec<_> = (0..groups)
+            .flat_map(|group| (skip[group].max(known)..blocks).map(move |index| (group, index)))
+            .map(|(group, index)| {
+                let (block, tokens) = (hold.tables[group][index], bs.min(done.len() - index * bs));
+                CachedBlock { group, index, block, tokens }
+            })
+            .collect();
         let filled = fill(&new);
         match filled {
             Ok(()) => self.blocks.retire(&mut hold, root, done),
