@@ -108,6 +108,7 @@ impl Engine {
             stage: Stage::Between,
             observer: None,
             owned: HashSet::new(),
+            asking: Vec::new(),
             released: Arc::default(),
             plan,
             start: Instant::now(),

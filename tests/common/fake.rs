@@ -8,7 +8,7 @@ use loquat::arch::{Arch, Config, ModelSpec, Naming};
 use loquat::batch::{Batch, BatchLimits};
 use loquat::engine::{Engine, EngineParts};
 use loquat::model::{Logits, MemoryPlan, Model, Progress, Want};
-use loquat::sched::ContinuousBatching;
+use loquat::sched::{ContinuousBatching, Scheduler};
 use loquat::{BlockCopy, BlockGroup, BlockId, RunError, TokenId};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -112,6 +112,10 @@ impl Default for FakeSizes {
 }
 
 pub fn engine(sizes: FakeSizes, faults: &Arc<Faults>) -> Engine {
+    engine_with(sizes, faults, Box::new(ContinuousBatching::default()))
+}
+
+pub fn engine_with(sizes: FakeSizes, faults: &Arc<Faults>, scheduler: Box<dyn Scheduler>) -> Engine {
     let mut groups = sizes.groups.to_vec();
     if groups.is_empty() {
         groups.push(BlockGroup { blocks: sizes.blocks, window: None });
@@ -136,7 +140,7 @@ pub fn engine(sizes: FakeSizes, faults: &Arc<Faults>) -> Engine {
     let model = Box::new(Fake { spec, limits, groups, swap, layers, states, step: None, faults });
     Engine::from_parts(EngineParts {
         model,
-        scheduler: Box::new(ContinuousBatching::default()),
+        scheduler,
         max_seqs: sizes.max_seqs,
         prompt_logits: true,
         want: Want { logits: true, hidden: sizes.hidden },
@@ -155,6 +159,12 @@ pub fn continuation(tokens: &[TokenId], n: usize) -> Vec<TokenId> {
         token
     };
     (0..n).map(|_| next()).collect()
+}
+
+/// The logits after `tokens`.
+pub fn row(tokens: &[TokenId]) -> Vec<f32> {
+    let past = tokens.iter().fold(0, |past, &t| mix(past, t));
+    (0..VOCAB as TokenId).map(|t| logit(past, t)).collect()
 }
 
 fn mix(past: u64, token: TokenId) -> u64 {
