@@ -131,7 +131,9 @@ pub fn engine_with(sizes: FakeSizes, faults: &Arc<Faults>, scheduler: Box<dyn Sc
     let config = Config::from_json(&config.to_string()).unwrap();
     let mut spec = (Arch::find(&config, Naming::HuggingFace).unwrap().spec)(&config).unwrap();
     let most = groups.iter().map(|g| g.blocks).max().unwrap();
-    let limits = BatchLimits { tokens: sizes.tokens, seqs: sizes.seqs, blocks: most * sizes.seqs, rows: sizes.tokens };
+    // Tables for as long a sequence as the context allows, which is more than the usual cache.
+    let table = most.max(200usize.div_ceil(BLOCK));
+    let limits = BatchLimits { tokens: sizes.tokens, seqs: sizes.seqs, blocks: table * sizes.seqs, rows: sizes.tokens };
     let layers = (0..layers).map(|l| l % groups.len()).map(|g| vec![None; (groups[g].blocks + swap[g]) * BLOCK]).collect();
     for (l, layer) in spec.layers.iter_mut().enumerate() {
         layer.attn.window = groups[l % groups.len()].window;
