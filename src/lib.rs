@@ -99,6 +99,7 @@ pub mod weights;
 
 pub use backend::cpu::Compute;
 pub use dtype::{FormatId, KvDType};
+pub use engine::{BeamOptions, BeamSearch, BeamStop, BestOf, Hypothesis, Ranking, Sample};
 pub use engine::{EmbedOptions, Engine, EngineConfig, Event, EventKind, FinishReason, Pooling, Request, Status};
 pub use engine::{EngineDriver, EngineHandle, EventStream, HandleOptions, Reply};
 pub use engine::{Imported, KvSave};

@@ -290,7 +290,7 @@ impl Session {
                     text
                 }
                 // A session asks for none.
-                EventKind::Embedding(_) => continue,
+                EventKind::Embedding(_) | EventKind::Choice { .. } => continue,
                 EventKind::Finished(reason) => {
                     answer.ended = Some(if answer.detokenizer.stopped().is_some() { FinishReason::Stop } else { reason });
                     answer.detokenizer.finish().to_owned()

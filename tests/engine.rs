@@ -430,7 +430,7 @@ fn refused_at_the_door_with_nothing_changed() {
     }
     let misuse = |expected, found| Err(SubmitError::Sequence { seq: busy, expected, found });
     assert_eq!(lane.engine.resume(busy, Request::new([1], 1)), misuse("held", "running"));
-    assert_eq!(lane.engine.fork(busy).map(drop), misuse("held", "running"));
+    assert_eq!(lane.engine.fork(busy).map(drop), misuse("held, or waiting for a choice", "running"));
     assert_eq!(lane.engine.truncate(busy, 1), misuse("held", "running"));
     for error in [
         lane.engine.resume(gone, Request::new([1], 1)),

@@ -84,6 +84,8 @@ fn what_is_public_may_move_between_threads() {
     send_and_sync::<EngineHandle>();
     send_and_sync::<EventStream>();
     send_and_sync::<Reply<TokenId>>();
+    send_and_sync::<loquat::BeamSearch>();
+    send_and_sync::<loquat::BestOf>();
     send::<RowView<'static>>();
     send::<Box<dyn Model>>();
     send::<Box<dyn sched::Scheduler>>();

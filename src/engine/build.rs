@@ -110,6 +110,7 @@ impl Engine {
             stage: Stage::Between,
             observer: None,
             owned: HashSet::new(),
+            asking: Vec::new(),
             released: Arc::default(),
             plan,
             fingerprint: None,

@@ -172,7 +172,7 @@ impl Engine {
                 EventKind::Embedding(found) => *vector = found,
                 EventKind::Finished(FinishReason::Failed(error)) => return Err(error),
                 EventKind::Finished(_) => return Ok(true),
-                EventKind::Token { .. } => unreachable!("nothing is sampled for an embedding"),
+                EventKind::Token { .. } | EventKind::Choice { .. } => unreachable!("nothing is sampled for an embedding"),
             }
         }
         Ok(false)

@@ -9,6 +9,7 @@
 //! Each submission ends in exactly one [`EventKind::Finished`].
 #![forbid(unsafe_code)]
 
+mod beam;
 mod build;
 mod channel;
 mod config;
@@ -16,15 +17,19 @@ mod driver;
 mod embed;
 mod handle;
 mod request;
+mod samples;
 pub(crate) mod snapshot;
+mod steer;
 mod step;
 
+pub use beam::{BeamOptions, BeamSearch, BeamStop, Hypothesis};
 pub use build::EngineParts;
 pub use config::EngineConfig;
 pub use driver::{EngineDriver, HandleOptions, Stopped};
 pub use embed::{EmbedOptions, Pooling, normalize};
 pub use handle::{EngineHandle, EventStream, Recv, Reply};
 pub use request::{Event, EventKind, FinishReason, Request, RowView, Status};
+pub use samples::{BestOf, Ranking, Sample};
 pub use snapshot::{Imported, KvSave};
 
 use crate::batch::{Batch, RowsWanted};
@@ -57,6 +62,8 @@ pub struct Engine {
     observer: Option<Box<Observer>>,
     /// Sequences whose events are for their [`Held`]'s owner alone.
     owned: HashSet<SeqId>,
+    /// Steered sequences that were shown a row and given no token since, in the order in which they asked.
+    asking: Vec<SeqId>,
     released: Arc<Mutex<Vec<SeqId>>>,
     plan: MemoryPlan,
     /// Which model it is, where somebody said so.
@@ -80,6 +87,14 @@ struct SeqRun {
     shown: usize,
     /// To end, held, once its share of the open step is booked.
     stopping: bool,
+    /// The caller chooses its tokens.
+    steered: bool,
+    /// It is one of [`Engine::asking`].
+    asks: bool,
+    /// Parked until the first of its group has run the prompt.
+    follows: bool,
+    /// The others of its group, the next one last; not all of them may be there, or follow, any more.
+    followers: Vec<SeqId>,
 }
 
 impl SeqRun {
@@ -163,6 +178,9 @@ impl Engine {
         let (run, new) = self.admit(request, &[])?;
         let now = self.start.elapsed();
         let generates = run.embedding.is_none() && !run.prefill;
+        if run.steered {
+            self.asking.reserve(self.runs.len() + 1);
+        }
         let seq = if generates { self.ledger.submit(new, now)? } else { self.ledger.submit_any(new, now)? };
         self.runs.insert(seq, run);
         Ok(seq)
@@ -190,19 +208,25 @@ impl Engine {
         }
         let (run, new) = self.admit(request, held.tokens())?;
         self.ledger.resume_with(seq, &new.tokens, new.max_tokens, new.reuse, self.start.elapsed())?;
+        if run.steered {
+            self.asking.reserve(self.runs.len() + 1);
+        }
         self.runs.insert(seq, run);
         Ok(())
     }
 
-    /// A second sequence with the tokens of a held one, itself held. Both find the same blocks cached.
+    /// A second sequence with the tokens of one that is held, itself held: both find the same blocks cached. Or with those of one
+    /// that asks for a [choice](Request::steered): the fork has the same blocks, and asks for a choice of its own, by the event
+    /// that the first had.
     ///
     /// # Errors
-    /// [`SubmitError::Sequence`] for one that is not held, [`SubmitError::QueueFull`].
+    /// [`SubmitError::Sequence`] for one in another state, [`SubmitError::QueueFull`].
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, SubmitError> {
         self.sweep();
         match self.state_name(seq) {
             "held" => self.ledger.fork(seq, self.start.elapsed()),
-            found => Err(SubmitError::Sequence { seq, expected: "held", found }),
+            ASKS => self.fork_asking(seq),
+            found => Err(SubmitError::Sequence { seq, expected: "held, or waiting for a choice", found }),
         }
     }
 
@@ -262,7 +286,7 @@ impl Engine {
     /// [`SubmitError::Sequence`] for one that is gone.
     pub fn cancel(&mut self, seq: SeqId) -> Result<(), SubmitError> {
         self.ledger.cancel(seq)?;
-        if self.runs.remove(&seq).is_some() {
+        if self.forget_run(seq).is_some() {
             self.events.push_back(Event { seq, kind: EventKind::Finished(FinishReason::Cancelled) });
         }
         Ok(())
@@ -309,10 +333,12 @@ impl Engine {
 
     /// Forgets the events of sequences that nobody listens to any more, and ends those sequences.
     fn sweep(&mut self) {
-        while let Some(seq) = self.released.lock().pop() {
+        loop {
+            // Not in the loop's head: the lock would last as long as its body.
+            let Some(seq) = self.released.lock().pop() else { return };
             // It may have ended by itself, unheld.
             let _ = self.ledger.cancel(seq);
-            self.runs.remove(&seq);
+            self.forget_run(seq);
             self.owned.remove(&seq);
             self.events.retain(|e| e.seq != seq);
         }
@@ -330,6 +356,7 @@ impl Engine {
             return Err(SubmitError::Parameter { name, expected, found: "one without".into() });
         }
         let embedding = self.admit_embedding(&request)?;
+        steer::admit(&request)?;
         let tokens = known.len() + request.tokens.len();
         // What is longer the ledger refuses; the file's own idea of a context must not decide how much is allocated.
         let most = tokens.saturating_add(request.max_tokens).min(self.max_len().max(tokens));
@@ -345,6 +372,10 @@ impl Engine {
             hold: request.hold,
             shown: known.len().saturating_sub(1),
             stopping: false,
+            steered: request.steered,
+            asks: false,
+            follows: false,
+            followers: Vec::new(),
         };
         let new = NewSeq {
             tokens: request.tokens,
@@ -365,7 +396,7 @@ impl Engine {
 
     /// Ends a sequence that is in no open step.
     fn end(&mut self, seq: SeqId, reason: FinishReason) {
-        let run = self.runs.remove(&seq);
+        let run = self.forget_run(seq);
         let held = self.ledger.finish(seq).expect("a sequence that runs can end");
         if held && !run.is_some_and(|r| r.hold) {
             self.ledger.release(seq).expect("a held sequence can be released");
@@ -374,6 +405,9 @@ impl Engine {
     }
 
     fn state_name(&self, seq: SeqId) -> &'static str {
+        if self.runs.get(&seq).is_some_and(|run| run.asks) {
+            return ASKS;
+        }
         match self.ledger.view(seq).map(|v| v.state()) {
             None => "gone",
             Some(SeqState::Waiting) => "waiting",
@@ -382,3 +416,6 @@ impl Engine {
         }
     }
 }
+
+/// State of a sequence, beside the ledger's.
+const ASKS: &str = "waiting for a choice";

@@ -34,6 +34,8 @@ pub struct Request {
     pub prefill: bool,
     /// Generate nothing: end with an embedding of the prompt, pooled like this. See [`Request::embed`].
     pub embedding: Option<Pooling>,
+    /// The caller chooses the tokens. See [`Request::steered`].
+    pub steered: bool,
 }
 
 impl Request {
@@ -51,6 +53,7 @@ impl Request {
             prompt_logits: false,
             prefill: false,
             embedding: None,
+            steered: false,
         }
     }
 
@@ -109,6 +112,12 @@ pub enum EventKind {
     },
     /// What a [`Request::embed`] asked for, `[hidden]`; not normalised. Its [`Finished`](Self::Finished) follows.
     Embedding(Vec<f32>),
+    /// A [steered](Request::steered) sequence asks for its next token, by [`Engine::choose`](super::Engine::choose).
+    Choice {
+        /// The likeliest tokens with their log-probabilities under the model's own distribution, the likeliest first, as many
+        /// as asked for. Those that the model rules out are missing.
+        top: Vec<(TokenId, f32)>,
+    },
     /// The sequence has ended. Each submitted sequence has exactly one such event for each submission.
     Finished(FinishReason),
 }

@@ -67,6 +67,7 @@ impl Engine {
 
     /// Lets the scheduler plan and hands the batch to the model; says so where there is nothing to run.
     fn begin_step(&mut self) -> Result<Option<Status>, RunError> {
+        self.make_way();
         let now = self.now();
         let mut builder = self.ledger.begin_step(now)?;
         self.scheduler.schedule(&mut builder);
@@ -147,7 +148,7 @@ impl Engine {
                 Err(error) => self.end(item.seq, FinishReason::Failed(error)),
                 Ok(()) if item.last && embeds => self.embedded(item.seq),
                 Ok(()) if item.last && self.runs[&item.seq].prefill => self.end(item.seq, FinishReason::Length),
-                Ok(()) if item.last => self.sample(item.seq, row - 1),
+                Ok(()) if item.last => self.answer(&item, row - 1),
                 Ok(()) => {}
             }
             if self.runs.get(&item.seq).is_some_and(|r| r.stopping) {
@@ -172,6 +173,16 @@ impl Engine {
         }
     }
 
+    /// Continues a sequence by the row at its last token, and with it those that waited for its prompt.
+    fn answer(&mut self, item: &PlanItem, row: usize) {
+        let followers = self.join_followers(item.seq);
+        self.sample(item.seq, row);
+        for seq in followers.into_iter().rev() {
+            self.show(&PlanItem { seq, ..*item }, row, row + 1);
+            self.sample(seq, row);
+        }
+    }
+
     fn sample(&mut self, seq: SeqId, row: usize) {
         let run = self.runs.get_mut(&seq).expect("looked up a moment ago");
         let sampled = match self.sampler.sample(&run.sampler, self.logits.row(row)) {
@@ -180,10 +191,20 @@ impl Engine {
         };
         let token = sampled.token;
         let top = if sampled.top.is_empty() { Vec::new() } else { sampled.top.to_vec() };
+        if run.steered {
+            run.asks = true;
+            self.asking.push(seq);
+            return self.events.push_back(Event { seq, kind: EventKind::Choice { top } });
+        }
         self.events.push_back(Event { seq, kind: EventKind::Token { token, logprob: sampled.logprob, top } });
         run.sampler.push(token);
         let stop = run.stop_tokens.contains(&token);
         self.ledger.append(seq, token).expect("a sequence with tokens left, all of them run");
+        self.grown(seq, stop);
+    }
+
+    /// Ends a sequence that had its last token.
+    pub(super) fn grown(&mut self, seq: SeqId, stop: bool) {
         if stop {
             self.end(seq, FinishReason::Stop);
         } else if self.ledger.view(seq).is_some_and(|v| v.remaining() == 0) {

@@ -109,6 +109,15 @@ impl SamplingParams {
         self.temperature == 0.0
     }
 
+    /// The seed of the `i`-th of several samples of one request, from 0: `seed ^ mix(i)`, where `mix` is the finaliser of
+    /// MurmurHash3 for 64 bits, a bijection that leaves 0 as it is. So the first has the seed itself, no two of a seed have the
+    /// same, and samples of neighbouring seeds have nothing in common. It never changes, as no draw of a seed does.
+    pub fn sample_seed(&self, i: u64) -> u64 {
+        let x = (i ^ i >> 33).wrapping_mul(0xFF51_AFD7_ED55_8CCD);
+        let x = (x ^ x >> 33).wrapping_mul(0xC4CE_B9FE_1A85_EC53);
+        self.seed ^ x ^ x >> 33
+    }
+
     /// Refuses what has no meaning for a vocabulary of `vocab` tokens, naming the parameter, its range and the value.
     pub fn validate(&self, vocab: usize) -> Result<(), SubmitError> {
         let share = |v: f32| (0.0..=1.0).contains(&v);

@@ -30,6 +30,8 @@ impl Ledger {
             assert!(s.active() || s.held.is_empty() && s.computed == 0, "{}: holds blocks and does not run", s.id);
             assert!(s.swap.tokens == 0 || s.state == State::Waiting, "{}: swapped out and does not wait", s.id);
             assert!(s.swap.tokens == 0 || s.swap.tokens < s.tokens.len(), "{}: swapped out with nothing to run", s.id);
+            let parked = s.state == State::Waiting && s.planned.is_none() && s.swap.tokens == 0;
+            assert!(!s.parked || parked, "{}: parked and does not wait", s.id);
             if s.computed > 0 && s.planned.is_none() {
                 assert_eq!(s.regime, (self.cfg.regime)(s.tokens.len()), "{}: regime", s.id);
             }

@@ -76,7 +76,7 @@ impl FixedBatch {
 
         self.joining.retain(|c| {
             // One that was admitted, ended and was resumed waits too, with another arrival or more tokens.
-            let waits = step.view(c.seq).filter(|s| s.state() == SeqState::Waiting);
+            let waits = step.view(c.seq).filter(|s| s.state() == SeqState::Waiting && !s.parked());
             waits.is_some_and(|s| (s.arrival(), s.total()) == (c.arrival, c.total))
         });
         self.members.extend(step.running().map(|s| Member { seq: s.id(), left: s.left() }));

@@ -284,11 +284,11 @@ impl Ledger {
     /// of the two first writes into it.
     ///
     /// # Errors
-    /// [`SubmitError::Sequence`] for one that is neither held nor running, or whose run is in the open step;
+    /// [`SubmitError::Sequence`] for one that is neither held nor running nor parked, or whose run is in the open step;
     /// [`SubmitError::QueueFull`] where as many sequences are there, or run, as there may; [`SubmitError::Refused`].
     pub fn fork(&mut self, seq: SeqId, now: Duration) -> Result<SeqId, SubmitError> {
         let i = self.unplanned(seq, "held or running")?;
-        if self.seqs[i].state == State::Waiting {
+        if self.seqs[i].state == State::Waiting && !self.seqs[i].parked {
             return Err(self.misuse(seq, "held or running"));
         }
         self.room_for_one_more()?;
@@ -304,28 +304,31 @@ impl Ledger {
         let k = self.seqs.insert(State::Vacant, tokens, limit, memory);
         let parent = &self.seqs[i];
         let (state, turn, hold, computed, hit) = (parent.state, parent.turn, parent.hold, parent.computed, parent.hit);
-        let (regime, priority, deadline, key) = (parent.regime, parent.priority, parent.deadline, parent.key);
+        let (regime, priority, deadline, key, parked) =
+            (parent.regime, parent.priority, parent.deadline, parent.key, parent.parked);
         let child = &mut self.seqs[k];
         (child.turn, child.hold, child.computed, child.regime, child.hit) = (turn, hold, computed, regime, hit);
         (child.priority, child.deadline, child.arrival, child.key) = (priority, deadline, now, key);
+        child.parked = parked;
         let id = child.id;
         self.seqs.enlist(k, state);
         Ok(id)
     }
 
-    /// Adds the token that was sampled from a sequence's last run.
+    /// Adds the token that was sampled from a sequence's last run. One that is parked is not any more.
     ///
     /// # Errors
-    /// [`SubmitError::Sequence`] unless it runs, all its tokens have been run, and it may still grow.
+    /// [`SubmitError::Sequence`] unless it may still grow, and runs with all its tokens run, or is parked.
     pub fn append(&mut self, seq: SeqId, token: TokenId) -> Result<(), SubmitError> {
         let i = self.unplanned(seq, "running")?;
         let s = &mut self.seqs[i];
-        if s.state != State::Running || s.left() > 0 {
+        if !s.parked && (s.state != State::Running || s.left() > 0) {
             return Err(self.misuse(seq, "all known tokens run"));
         }
         if s.tokens.len() >= s.limit {
             return Err(SubmitError::Sequence { seq, expected: "tokens left of max_tokens", found: "none left" });
         }
+        s.parked = false;
         s.tokens.push(token);
         self.follow_regime(i);
         Ok(())
@@ -346,6 +349,7 @@ impl Ledger {
         }
         self.vacate(i);
         self.store.drop_slots(&mut self.seqs[i].swap);
+        self.seqs[i].parked = false;
         self.seqs.enlist(i, State::Held);
         Ok(true)
     }

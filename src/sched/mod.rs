@@ -68,6 +68,7 @@ mod dynamic_batching;
 mod fixed;
 mod kv;
 mod ledger;
+mod park;
 mod pins;
 mod seq;
 mod static_batching;

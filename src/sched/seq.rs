@@ -101,6 +101,11 @@ impl<'a> SeqView<'a> {
         self.0.held.tables.get(group).map_or(&[], Vec::as_slice)
     }
 
+    /// It waits for another sequence's prompt or for its caller's choice, not for its turn: no policy can run it now.
+    pub fn parked(self) -> bool {
+        self.0.parked
+    }
+
     /// It was swapped out: its blocks lie in host memory.
     pub fn swapped(self) -> bool {
         self.0.swap.tokens > 0
@@ -142,6 +147,8 @@ pub(super) struct Seq {
     pub(super) preemptions: u32,
     /// Its item in the plan of the open step.
     pub(super) planned: Option<u32>,
+    /// Waiting, and not for room: see [`SeqView::parked`].
+    pub(super) parked: bool,
     link: Link,
 }
 
@@ -217,6 +224,7 @@ impl Slab {
             deadline: None,
             preemptions: 0,
             planned: None,
+            parked: false,
             link: Link::NEW,
         };
         match self.slots.get_mut(slot) {

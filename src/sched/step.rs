@@ -109,9 +109,10 @@ impl StepBuilder<'_> {
         self.ledger.step.now
     }
 
-    /// Waiting sequences not in this step's plan: preempted ones first, the others in order of arrival.
+    /// Waiting sequences not in this step's plan: preempted ones first, the others in order of arrival. Without those that are
+    /// [parked](SeqView::parked).
     pub fn waiting(&self) -> impl Iterator<Item = SeqView<'_>> {
-        self.ledger.seqs.iter(&self.ledger.seqs.waiting).filter(|s| s.planned.is_none()).map(SeqView)
+        self.ledger.seqs.iter(&self.ledger.seqs.waiting).filter(|s| s.planned.is_none() && !s.parked).map(SeqView)
     }
 
     /// Running sequences not in this step's plan, in order of admission.
@@ -262,7 +263,7 @@ impl StepBuilder<'_> {
         let l = &*self.ledger;
         let i = l.seqs.find(seq).ok_or(NoRoom::NotReady)?;
         let s = &l.seqs[i];
-        if s.planned.is_some() || s.left() == 0 || s.state == State::Held {
+        if s.planned.is_some() || s.parked || s.left() == 0 || s.state == State::Held {
             return Err(NoRoom::NotReady);
         }
         if self.token_budget() == 0 || self.seq_budget() == 0 {

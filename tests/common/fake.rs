@@ -8,7 +8,7 @@ use loquat::arch::{Arch, Config, ModelSpec, Naming};
 use loquat::batch::{Batch, BatchLimits};
 use loquat::engine::{Engine, EngineParts};
 use loquat::model::{Logits, MemoryPlan, Model, Progress, Want};
-use loquat::sched::ContinuousBatching;
+use loquat::sched::{ContinuousBatching, Scheduler};
 use loquat::{BlockCopy, BlockGroup, BlockId, RunError, TokenId};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -112,6 +112,10 @@ impl Default for FakeSizes {
 }
 
 pub fn engine(sizes: FakeSizes, faults: &Arc<Faults>) -> Engine {
+    engine_with(sizes, faults, Box::new(ContinuousBatching::default()))
+}
+
+pub fn engine_with(sizes: FakeSizes, faults: &Arc<Faults>, scheduler: Box<dyn Scheduler>) -> Engine {
     let mut groups = sizes.groups.to_vec();
     if groups.is_empty() {
         groups.push(BlockGroup { blocks: sizes.blocks, window: None });
@@ -127,7 +131,9 @@ pub fn engine(sizes: FakeSizes, faults: &Arc<Faults>) -> Engine {
     let config = Config::from_json(&config.to_string()).unwrap();
     let mut spec = (Arch::find(&config, Naming::HuggingFace).unwrap().spec)(&config).unwrap();
     let most = groups.iter().map(|g| g.blocks).max().unwrap();
-    let limits = BatchLimits { tokens: sizes.tokens, seqs: sizes.seqs, blocks: most * sizes.seqs, rows: sizes.tokens };
+    // Tables for as long a sequence as the context allows, which is more than the usual cache.
+    let table = most.max(200usize.div_ceil(BLOCK));
+    let limits = BatchLimits { tokens: sizes.tokens, seqs: sizes.seqs, blocks: table * sizes.seqs, rows: sizes.tokens };
     let layers = (0..layers).map(|l| l % groups.len()).map(|g| vec![None; (groups[g].blocks + swap[g]) * BLOCK]).collect();
     for (l, layer) in spec.layers.iter_mut().enumerate() {
         layer.attn.window = groups[l % groups.len()].window;
@@ -136,7 +142,7 @@ pub fn engine(sizes: FakeSizes, faults: &Arc<Faults>) -> Engine {
     let model = Box::new(Fake { spec, limits, groups, swap, layers, states, step: None, faults });
     Engine::from_parts(EngineParts {
         model,
-        scheduler: Box::new(ContinuousBatching::default()),
+        scheduler,
         max_seqs: sizes.max_seqs,
         prompt_logits: true,
         want: Want { logits: true, hidden: sizes.hidden },
@@ -155,6 +161,12 @@ pub fn continuation(tokens: &[TokenId], n: usize) -> Vec<TokenId> {
         token
     };
     (0..n).map(|_| next()).collect()
+}
+
+/// The logits after `tokens`.
+pub fn row(tokens: &[TokenId]) -> Vec<f32> {
+    let past = tokens.iter().fold(0, |past, &t| mix(past, t));
+    (0..VOCAB as TokenId).map(|t| logit(past, t)).collect()
 }
 
 fn mix(past: u64, token: TokenId) -> u64 {
