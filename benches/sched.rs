@@ -20,6 +20,8 @@ const GROWTH: usize = 1024;
 const BLOCK_SIZE: usize = 16;
 
 type Policy = Box<dyn Scheduler>;
+/// Makes one for so many sequences.
+type Make = fn(usize) -> Policy;
 
 fn continuous(_: usize) -> Policy {
     // No bound on prompts: all are to run before the first has grown far.
@@ -111,7 +113,7 @@ impl World {
 
 fn steps(c: &mut Criterion) {
     let sizes = [(1, 0), (100, 0), (256, 0), (256, 10_000), (10_000, 0)];
-    let policies: [(&str, fn(usize) -> Policy); 3] = [("continuous", continuous), ("static", fixed), ("dynamic", dynamic)];
+    let policies: [(&str, Make); 3] = [("continuous", continuous), ("static", fixed), ("dynamic", dynamic)];
     for (group, shared) in [("step", 0), ("shared", SHARED)] {
         let mut group = c.benchmark_group(group);
         for (name, policy) in policies {
