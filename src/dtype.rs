@@ -142,9 +142,11 @@ impl fmt::Display for FormatId {
 pub enum KvDType {
     /// 4 bytes a value: exact, for comparisons.
     F32,
-    /// 2 bytes a value: the default.
+    /// 2 bytes a value: the default. Keys and values beyond 65,504 become infinite, which shows as an error of the sequence.
     #[default]
     F16,
+    /// 2 bytes a value with the range of F32 and 8 bits of precision, F16 having 11: for models whose keys are too large for F16.
+    BF16,
 }
 
 impl KvDType {
@@ -152,7 +154,7 @@ impl KvDType {
     pub const fn bytes(self) -> usize {
         match self {
             KvDType::F32 => 4,
-            KvDType::F16 => 2,
+            KvDType::F16 | KvDType::BF16 => 2,
         }
     }
 }
@@ -162,6 +164,7 @@ impl fmt::Display for KvDType {
         f.write_str(match self {
             KvDType::F32 => "F32",
             KvDType::F16 => "F16",
+            KvDType::BF16 => "BF16",
         })
     }
 }

@@ -131,7 +131,7 @@ fn random_tokens(seed: u64, len: usize, vocab: usize) -> Vec<TokenId> {
 fn cases(mut f: impl FnMut(&Case)) {
     for model in MODELS {
         for compute in [Compute::Exact, Compute::Fast] {
-            for kv in [KvDType::F32, KvDType::F16] {
+            for kv in [KvDType::F32, if model.contains("llama3") { KvDType::BF16 } else { KvDType::F16 }] {
                 f(&Case::new(model, compute, kv, SamplingParams::default()));
             }
         }

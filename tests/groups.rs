@@ -16,7 +16,8 @@ const BLOCK: usize = 16;
 /// Of the sequences; all fixtures have a context of 256.
 const LEN: usize = 250;
 const BATCH: BatchLimits = BatchLimits { tokens: 2 * LEN, seqs: 2, blocks: 2 * LEN.div_ceil(BLOCK), rows: 2 * LEN };
-const WAYS: [(Compute, KvDType); 2] = [(Compute::Exact, KvDType::F32), (Compute::Fast, KvDType::F16)];
+const WAYS: [(Compute, KvDType); 3] =
+    [(Compute::Exact, KvDType::F32), (Compute::Fast, KvDType::F16), (Compute::Fast, KvDType::BF16)];
 
 struct Lane {
     model: Transformer<Cpu>,

@@ -49,8 +49,8 @@ fn tokens(seed: u64, len: usize, vocab: usize) -> Vec<TokenId> {
 fn cases(mut f: impl FnMut(&Case)) {
     for (i, model) in MODELS.into_iter().enumerate() {
         let files = open(&fixtures().join(model));
-        let kv_dtype = [KvDType::F32, KvDType::F16][i % 2];
-        let compute = if i % 3 == 1 { Compute::Fast } else { Compute::Exact };
+        let kv_dtype = [KvDType::F32, KvDType::F16, KvDType::BF16][i % 3];
+        let compute = if i % 2 == 1 { Compute::Fast } else { Compute::Exact };
         let config = EngineConfig {
             compute,
             kv_dtype,

@@ -76,7 +76,7 @@ fn refused(result: Result<impl Sized, Error>) -> SnapshotError {
 fn a_prefix_goes_on_in_other_engines_with_the_same_bits() {
     for name in FAMILIES {
         let files = family(name);
-        for dtype in [KvDType::F32, KvDType::F16] {
+        for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
             for (threads, from, to) in [(1, 16, 16), (2, 16, 128), (2, 64, 16), (1, 32, 256)] {
                 let what = format!("{name}, {dtype}, blocks of {from} and {to}");
                 let mut saver = Engine::new(&files, config(threads, from, dtype)).unwrap();

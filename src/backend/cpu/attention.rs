@@ -20,7 +20,6 @@ use super::simd::{LANES, MAX_ROWS, PART_TAIL, PIECE, PieceJob, Tier, TurnJob, VE
 use crate::arch::AttnDims;
 use crate::backend::{AttnArgs, Heads, KvShape};
 use crate::batch::BatchLimits;
-use crate::dtype::KvDType;
 use crate::error::RunError;
 use crate::ids::BlockId;
 use parking_lot::Mutex;
@@ -384,12 +383,12 @@ impl Call<'_> {
                 values[i] = v[token % block_size * v_width * size..].as_ptr();
             }
         }
-        let (qk_dim, half) = (self.args.dims.qk_dim, self.kv.dtype() == KvDType::F16);
+        let (qk_dim, dtype) = (self.args.dims.qk_dim, self.kv.dtype());
         if v_in_k {
             let to = bytemuck::cast_slice_mut::<f32, u8>(turned);
             let mut job = TurnJob { keys: &keys, vectors: first..end, qk_dim, v_width, block_size, to };
             // SAFETY: as below.
-            unsafe { self.tier.attention.turn(half, &mut job) };
+            unsafe { self.tier.attention.turn(dtype, &mut job) };
             let turned = bytemuck::cast_slice::<f32, u8>(turned);
             for i in first..end {
                 values[i] = turned[i * LANES * v_width * size..].as_ptr();
@@ -414,7 +413,7 @@ impl Call<'_> {
             };
             // SAFETY: every vector that a row sees points into its head of its block, at the row that `CpuKv` documents, or
             // to the turned values; the cache is borrowed for the whole call, so nobody writes it.
-            unsafe { self.tier.attention.piece(half, &mut job) };
+            unsafe { self.tier.attention.piece(dtype, &mut job) };
         }
     }
 

@@ -9,7 +9,7 @@
 
 use super::arena::Aligned;
 use super::pool::{Disjoint, Pool};
-use super::simd::{LANES, Tier};
+use super::simd::{Bf16, LANES, Tier};
 use crate::arch::AttnDims;
 use crate::backend::{Heads, KvShape};
 use crate::dtype::KvDType;
@@ -152,6 +152,11 @@ impl CpuKv {
                 let data = Disjoint::new(bytemuck::cast_slice_mut::<Line, u16>(&mut self.data));
                 write(pool, block_size, &l, data, slots, src, k, v, |from, to| tier.attention.narrow(from, to));
             }
+            KvDType::BF16 => {
+                let data = Disjoint::new(bytemuck::cast_slice_mut::<Line, Bf16>(&mut self.data));
+                let narrow = |from: &[f32], to: &mut [Bf16]| to.iter_mut().zip(from).for_each(|(to, v)| *to = Bf16::from_f32(*v));
+                write(pool, block_size, &l, data, slots, src, k, v, narrow);
+            }
         }
     }
 
@@ -202,7 +207,7 @@ impl CpuKv {
         let rows = rows(&self.layers, group, block.index(), self.block_size, tokens);
         match self.dtype {
             KvDType::F32 => read_rows::<4>(&self.data, rows, out),
-            KvDType::F16 => read_rows::<2>(&self.data, rows, out),
+            KvDType::F16 | KvDType::BF16 => read_rows::<2>(&self.data, rows, out),
         }
     }
 
@@ -212,7 +217,7 @@ impl CpuKv {
         let rows = rows(&self.layers, group, block.index(), self.block_size, tokens);
         match self.dtype {
             KvDType::F32 => write_rows::<4>(&mut self.data, rows, bytes),
-            KvDType::F16 => write_rows::<2>(&mut self.data, rows, bytes),
+            KvDType::F16 | KvDType::BF16 => write_rows::<2>(&mut self.data, rows, bytes),
         }
     }
 

@@ -14,7 +14,7 @@
 
 use crate::arch::{AttnDims, ModelSpec};
 use crate::dtype::KvDType;
-use half::f16;
+use half::{bf16, f16};
 
 /// One token's keys, or its values, in one layer.
 struct Part {
@@ -116,6 +116,7 @@ impl Layout {
         let most = match self.dtype {
             KvDType::F32 => f32::MAX,
             KvDType::F16 => f32::from(f16::MAX),
+            KvDType::BF16 => f32::from(bf16::MAX),
         };
         for &n in &self.rows {
             let scale = scale_of(u16::from_le_bytes([small[from], small[from + 1]]));
@@ -138,6 +139,7 @@ impl Layout {
         match self.dtype {
             KvDType::F32 => f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]),
             KvDType::F16 => f16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
+            KvDType::BF16 => bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32(),
         }
     }
 
@@ -145,6 +147,7 @@ impl Layout {
         match self.dtype {
             KvDType::F32 => out.copy_from_slice(&value.to_le_bytes()),
             KvDType::F16 => out.copy_from_slice(&f16::from_f32(value).to_le_bytes()),
+            KvDType::BF16 => out.copy_from_slice(&bf16::from_f32(value).to_le_bytes()),
         }
     }
 }
@@ -192,7 +195,7 @@ mod tests {
 
     #[test]
     fn eight_bits_are_as_close_as_they_say() {
-        for dtype in [KvDType::F32, KvDType::F16] {
+        for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
             let layout = layout(dtype);
             let (values, size) = (21, dtype.bytes());
             for magnitude in [0.0, 1e-6, 1.0, 300.0, 65504.0] {

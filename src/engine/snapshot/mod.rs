@@ -326,13 +326,15 @@ impl Encoding {
             Some(Encoding::As(KvDType::F32)) => 1,
             Some(Encoding::As(KvDType::F16)) => 2,
             Some(Encoding::Int8) => 3,
+            Some(Encoding::As(KvDType::BF16)) => 4,
         }
     }
 
     fn of(code: u8) -> Result<Option<Self>, SnapshotError> {
-        let all = [None, Some(Encoding::As(KvDType::F32)), Some(Encoding::As(KvDType::F16)), Some(Encoding::Int8)];
+        let [f32, f16, bf16] = [KvDType::F32, KvDType::F16, KvDType::BF16].map(|dtype| Some(Encoding::As(dtype)));
+        let all = [None, f32, f16, Some(Encoding::Int8), bf16];
         let found = all.get(usize::from(code)).copied();
-        found.ok_or_else(|| SnapshotError::malformed("encoding", "0 to 3", code))
+        found.ok_or_else(|| SnapshotError::malformed("encoding", "0 to 4", code))
     }
 
     fn record_bytes(self, layout: &Layout) -> usize {

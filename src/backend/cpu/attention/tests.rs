@@ -7,6 +7,7 @@ use super::super::simd::Tier;
 use super::*;
 use crate::arch::AttnDims;
 use crate::batch::{Batch, BatchItem, RowsWanted};
+use crate::dtype::KvDType;
 use crate::ids::BlockGroup;
 
 /// A small generator: numbers near a normal law.
@@ -94,9 +95,12 @@ impl World {
                 let heads = k.chunks(qk_dim).flat_map(|k| &k[..v_dim]);
                 v = heads.copied().collect();
             }
-            if dtype == KvDType::F16 {
-                k.iter_mut().chain(&mut v).for_each(|v| *v = half::f16::from_f32(*v).to_f32());
-            }
+            let rounded = |v: f32| match dtype {
+                KvDType::F32 => v,
+                KvDType::F16 => half::f16::from_f32(v).to_f32(),
+                KvDType::BF16 => half::bf16::from_f32(v).to_f32(),
+            };
+            k.iter_mut().chain(&mut v).for_each(|v| *v = rounded(*v));
             seqs.push(Seq { table, q, k, v });
         }
         let args = AttnArgs { dims, scale: 1.0 / (qk_dim as f32).sqrt(), window: shape.window, softcap: shape.softcap };
@@ -238,7 +242,7 @@ fn near_f64_and_the_same_bits_everywhere() {
                     v_dim,
                     v_in_k: false,
                     block_size: [16, 32, 64, 256][(i * 3 + i / 4) % 4],
-                    dtype: [KvDType::F16, KvDType::F32][i % 2],
+                    dtype: [KvDType::F16, KvDType::F32, KvDType::BF16][i % 3],
                     window,
                     softcap: [None, None, Some(2.0)][i % 3],
                     sink: [None, None, None, Some(-1.0)][i / 2 % 4],
@@ -257,7 +261,7 @@ fn near_f64_and_the_same_bits_everywhere() {
 #[test]
 fn every_shape_of_heads() {
     for (i, (heads, kv_heads, qk_dim, v_dim)) in DIMS.into_iter().chain([(64, 1, 576, 512), (12, 1, 256, 256)]).enumerate() {
-        let dtype = [KvDType::F16, KvDType::F32][i % 2];
+        let dtype = [KvDType::F16, KvDType::F32, KvDType::BF16][i % 3];
         let shape = Shape { heads, kv_heads, qk_dim, v_dim, block_size: 32, dtype, ..SMOL };
         World::new(shape, &[300]).check(&[(0, 298, 300)]);
     }
@@ -394,7 +398,7 @@ fn values_in_keys_near_f64_and_the_same_bits_everywhere() {
     let small = Shape { qk_dim: 32, v_dim: 24, ..LATENT };
     let mut i = 0;
     for (shape, heads) in [(small, 4), (small, 16), (small, 128), (LATENT, 4), (LATENT, 16), (LATENT, 128)] {
-        for dtype in [KvDType::F16, KvDType::F32] {
+        for dtype in [KvDType::F16, KvDType::F32, KvDType::BF16] {
             for window in [None, Some(100)] {
                 i += 1;
                 let shape = Shape { heads, dtype, window, block_size: [16, 64, 32][i % 3], ..shape };
@@ -411,7 +415,7 @@ fn values_in_keys_near_f64_and_the_same_bits_everywhere() {
 
 #[test]
 fn values_in_keys_weigh_as_stored_ones() {
-    for (heads, dtype) in [(16, KvDType::F16), (3, KvDType::F32)] {
+    for (heads, dtype) in [(16, KvDType::F16), (3, KvDType::F32), (5, KvDType::BF16)] {
         let shape = Shape { qk_dim: 56, v_dim: 40, heads, dtype, ..LATENT };
         let latent = World::new(shape, &[300]);
         let mut stored = World::new(Shape { v_in_k: false, ..shape }, &[300]);

@@ -9,6 +9,7 @@ fn token(kv: &CpuKv, layer: usize, slot: usize, head: usize) -> (Vec<f32>, Vec<f
     let value = |bytes: &[u8], i: usize| match kv.dtype {
         KvDType::F32 => bytemuck::cast_slice::<u8, f32>(bytes)[i],
         KvDType::F16 => half::f16::from_bits(bytemuck::cast_slice::<u8, u16>(bytes)[i]).to_f32(),
+        KvDType::BF16 => half::bf16::from_bits(bytemuck::cast_slice::<u8, u16>(bytes)[i]).to_f32(),
     };
     let offset = slot % kv.block_size;
     let keys = (0..l.qk_dim).map(|d| value(k, d * kv.block_size + offset)).collect();
@@ -80,7 +81,7 @@ fn values_in_keys_take_no_memory() {
 #[test]
 fn values_in_keys_are_not_written() {
     let plain = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
-    for dtype in [KvDType::F32, KvDType::F16] {
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
         let latent = AttnDims { heads: 4, kv_heads: 2, qk_dim: 20, v_dim: 12, v_in_k: true };
         let shape = KvShape::one_group(vec![plain, latent, plain], 3, 16, dtype);
         let mut kv = CpuKv::new(&shape).unwrap();
@@ -191,7 +192,7 @@ fn groups_have_pools_of_their_own() {
 
 #[test]
 fn what_is_swapped_out_comes_back() {
-    for dtype in [KvDType::F32, KvDType::F16] {
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
         let (shape, mut kv) = written(dtype);
         let before: Vec<Vec<_>> = (0..5).map(|l| (0..3).map(|b| block_of(&kv, l, b)).collect()).collect();
         let all = bytes_of(&kv);
@@ -221,7 +222,7 @@ fn what_is_swapped_out_comes_back() {
 
 #[test]
 fn parts_of_blocks_are_read_and_written_as_they_were() {
-    for dtype in [KvDType::F32, KvDType::F16] {
+    for dtype in [KvDType::F32, KvDType::F16, KvDType::BF16] {
         let (shape, mut kv) = written(dtype);
         let size = dtype.bytes();
         // 3 x (70 + 17) and 24 + 5; 16 + 96, the keys alone of 2 x 33, 2 x 16.
@@ -234,6 +235,7 @@ fn parts_of_blocks_are_read_and_written_as_they_were() {
                 let mut values = bytes.chunks_exact(size).map(|b| match dtype {
                     KvDType::F32 => f32::from_le_bytes(b.try_into().unwrap()),
                     KvDType::F16 => half::f16::from_le_bytes(b.try_into().unwrap()).to_f32(),
+                    KvDType::BF16 => half::bf16::from_le_bytes(b.try_into().unwrap()).to_f32(),
                 });
                 for (l, d) in shape.layers.iter().enumerate().filter(|(l, _)| shape.group_of[*l] == group) {
                     let slot = |t| block as usize * 16 + t;

@@ -17,8 +17,9 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
-use super::lanes::{Elem, LANES, Lanes, Scalar};
+use super::lanes::{Bf16, Elem, LANES, Lanes, Scalar};
 use super::math;
+use crate::dtype::KvDType;
 use std::ops::Range;
 
 /// Tokens between two joins. Pieces start at multiples of it.
@@ -76,10 +77,12 @@ pub(in super::super) struct AttnKernels {
     heights: &'static [usize],
     piece_f32: unsafe fn(&mut PieceJob<'_>),
     piece_f16: unsafe fn(&mut PieceJob<'_>),
+    piece_bf16: unsafe fn(&mut PieceJob<'_>),
     join: unsafe fn(&mut [f32], &[f32]),
     finish: unsafe fn(&[f32], Option<f32>, &mut [f32]),
     turn_f32: unsafe fn(&mut TurnJob<'_>),
     turn_f16: unsafe fn(&mut TurnJob<'_>),
+    turn_bf16: unsafe fn(&mut TurnJob<'_>),
     narrow: unsafe fn(&[f32], &mut [u16]),
 }
 
@@ -94,16 +97,22 @@ impl AttnKernels {
         *self.heights.iter().find(|&&h| h >= rows).expect("no more rows than a tile has")
     }
 
-    /// Runs a tile over a piece of an f16 cache, or an f32 one.
+    /// Runs a tile over a piece of a cache of this type.
     ///
     /// # Safety
     /// For each vector of tokens that a row's range meets, `keys` and `values` point to what the fields' docs say.
-    pub(in super::super) unsafe fn piece(&self, half: bool, job: &mut PieceJob<'_>) {
+    pub(in super::super) unsafe fn piece(&self, dtype: KvDType, job: &mut PieceJob<'_>) {
         let height = self.height(job.ranges.len());
         assert!(job.q.len() >= job.qk_dim * height && job.scores.len() >= height * PIECE && job.v_width.is_multiple_of(LANES));
         assert!(job.parts.len() >= height * (job.v_width + PART_TAIL) && job.ranges.iter().all(|r| r.1 <= PIECE));
         // SAFETY: lengths are as asserted, pointers as the caller promises; the tier's instructions are there.
-        unsafe { if half { (self.piece_f16)(job) } else { (self.piece_f32)(job) } }
+        unsafe {
+            match dtype {
+                KvDType::F32 => (self.piece_f32)(job),
+                KvDType::F16 => (self.piece_f16)(job),
+                KvDType::BF16 => (self.piece_bf16)(job),
+            }
+        }
     }
 
     /// Adds a part to what the pieces before it gave; both are `[v_width + PART_TAIL]`.
@@ -120,16 +129,22 @@ impl AttnKernels {
         unsafe { (self.finish)(state, sink, out) }
     }
 
-    /// Lays the first dimensions of an f16 cache's keys, or an f32 one's, out as values.
+    /// Lays the first dimensions of a cache's keys out as values.
     ///
     /// # Safety
     /// `keys` of `vectors` point to what [`PieceJob`] says.
-    pub(in super::super) unsafe fn turn(&self, half: bool, job: &mut TurnJob<'_>) {
-        let bytes = if half { size_of::<u16>() } else { size_of::<f32>() };
+    pub(in super::super) unsafe fn turn(&self, dtype: KvDType, job: &mut TurnJob<'_>) {
+        let bytes = dtype.bytes();
         assert!(job.vectors.end <= VECTORS && job.to.len() >= job.vectors.end * LANES * job.v_width * bytes);
         assert!(job.v_width.is_multiple_of(LANES) && job.v_width < job.qk_dim + LANES);
         // SAFETY: lengths are as asserted, pointers as the caller promises; the tier's instructions are there.
-        unsafe { if half { (self.turn_f16)(job) } else { (self.turn_f32)(job) } }
+        unsafe {
+            match dtype {
+                KvDType::F32 => (self.turn_f32)(job),
+                KvDType::F16 => (self.turn_f16)(job),
+                KvDType::BF16 => (self.turn_bf16)(job),
+            }
+        }
     }
 
     /// To half precision.
@@ -147,10 +162,12 @@ macro_rules! tier {
             heights: &[$($rows),*],
             piece_f32: $module::piece::<f32>,
             piece_f16: $module::piece::<u16>,
+            piece_bf16: $module::piece::<Bf16>,
             join: $module::join,
             finish: $module::finish,
             turn_f32: $module::turn::<f32>,
             turn_f16: $module::turn::<u16>,
+            turn_bf16: $module::turn::<Bf16>,
             narrow: $module::narrow,
         };
 

@@ -104,7 +104,29 @@ pub(super) trait Lanes: Copy {
     }
 }
 
-/// A stored number: f32, or an f16's bits.
+/// The bits of a bf16: the upper half of an f32.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(transparent)]
+pub(in super::super) struct Bf16(pub(in super::super) u16);
+
+impl Bf16 {
+    /// Exactly.
+    #[inline(always)]
+    pub(in super::super) fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.0) << 16)
+    }
+
+    /// To nearest, ties to even; a NaN stays one, quieted.
+    #[inline(always)]
+    pub(in super::super) fn from_f32(v: f32) -> Self {
+        let bits = v.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+        let nan = bits & 0x7fff_ffff > 0x7f80_0000;
+        Bf16((if nan { bits | 0x40_0000 } else { rounded } >> 16) as u16)
+    }
+}
+
+/// A stored number: f32, an f16's bits, or a bf16's.
 pub(super) trait Elem: bytemuck::Pod {
     /// Sixteen of them, widened.
     fn widen<L: Lanes>(p: &[Self; LANES]) -> L;
@@ -131,6 +153,18 @@ impl Elem for u16 {
     #[inline(always)]
     fn narrow<L: Lanes>(v: L, p: &mut [u16; LANES]) {
         v.store_f16(p);
+    }
+}
+
+// Shifts and sums of whole numbers, which compilers turn into a few instructions a vector on every tier.
+impl Elem for Bf16 {
+    #[inline(always)]
+    fn widen<L: Lanes>(p: &[Bf16; LANES]) -> L {
+        L::load(&p.map(Bf16::to_f32))
+    }
+    #[inline(always)]
+    fn narrow<L: Lanes>(v: L, p: &mut [Bf16; LANES]) {
+        *p = v.array().map(Bf16::from_f32);
     }
 }
 
@@ -271,6 +305,21 @@ mod tests {
         for (x, h) in x.iter().zip(&truth) {
             let want = half::f16::from_f32_const(*x);
             assert!(*h == want.to_bits() || x.is_nan() && half::f16::from_bits(*h).is_nan(), "{x:e}");
+        }
+    }
+
+    #[test]
+    fn bf16_is_the_upper_half_of_an_f32() {
+        for bits in 0..=u16::MAX {
+            let (v, want) = (Bf16(bits).to_f32(), half::bf16::from_bits(bits));
+            assert_eq!(v.to_bits(), u32::from(bits) << 16);
+            assert!(v.to_bits() == want.to_f32().to_bits() || v.is_nan() && want.is_nan());
+            // Its own neighbourhood, where a half decides, and whether the last bit is even.
+            for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(bits) << 16 | low);
+                let (got, want) = (Bf16::from_f32(x), half::bf16::from_f32(x));
+                assert!(got.0 == want.to_bits() || x.is_nan() && got.to_f32().is_nan(), "{:#x}", x.to_bits());
+            }
         }
     }
 }

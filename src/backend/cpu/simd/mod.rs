@@ -15,7 +15,7 @@ mod math;
 mod vector;
 
 pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, TurnJob, VECTORS};
-pub(super) use lanes::LANES;
+pub(super) use lanes::{Bf16, LANES};
 pub(super) use linear::{Input, LinearFns, Product, Products};
 pub(super) use vector::VectorKernels;
 
