@@ -30,7 +30,9 @@
 //! Why there is no livelock. Only those ranked behind are preempted: the first in rank never is, and as it could fill the
 //! whole pool if it must, every step gets it on. A preempted sequence is admitted again only when there is room for all that
 //! run and for itself, each with one token more than is known; so between two preemptions of one sequence some sequence has
-//! grown into another block or another rotary regime, or was forked.
+//! grown into another block or another rotary regime, or was forked. That bounds them all: each such growth costs each of the
+//! others one preemption at most, so that with `n` sequences there are at most `n - 1` for each block that is filled, beside
+//! those for forks and regimes.
 #![forbid(unsafe_code)]
 
 use super::{NoRoom, Preempt, Scheduler, SeqView, StepBuilder};

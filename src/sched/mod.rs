@@ -97,7 +97,7 @@ pub trait Scheduler: Send {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Error)]
 #[non_exhaustive]
 pub enum NoRoom {
-    /// The step is full: tokens or sequences.
+    /// The step is full, of tokens or sequences; or as many sequences run as a step has places.
     #[error("the step is full")]
     Budget,
     /// No block is free, and none can be had without a preemption.
