@@ -13,7 +13,7 @@ use common::golden::{close, fixtures, floats, ids, json, same_greedy};
 use common::lane::Lane;
 use common::text::check_golden_text;
 use loquat::backend::cpu::{Compute, Cpu};
-use loquat::engine::{Engine, EngineConfig, Request};
+use loquat::engine::{Engine, EngineConfig, KvSave, Request};
 use loquat::sched::ContinuousBatching;
 use loquat::weights::no_progress;
 use loquat::{GenerateOptions, KvDType, ModelFiles, SeqId, Session, TokenId};
@@ -282,6 +282,14 @@ fn same_bits_on_what_is_found_cached_or_swapped() {
             assert!(trace(&lane, seq) == want, "{mode}: {n} tokens cached");
             assert_eq!(lane.engine.view(seq).unwrap().hit(), n.min(prompt.len() - 1), "{mode}");
         }
+        // What an engine has cached, moved to another with other blocks and threads.
+        let saved = lane.engine.export(0, prompt, KvSave::Exact).unwrap();
+        let mut other = Lane::new(files, EngineConfig { block_size: 32, threads: 1, ..config.clone() });
+        assert_eq!(other.engine.import(&saved).unwrap().cached, prompt.len());
+        let seq = other.submit(request(0));
+        other.finish(&[seq]);
+        assert!(trace(&other, seq) == want, "{mode}: restored");
+        assert_eq!(other.engine.view(seq).unwrap().hit(), prompt.len() - 1, "{mode}: restored");
         for swap_tokens in [0, 256] {
             let cache_tokens = 9 * block;
             let mut lane = Lane::new(files, EngineConfig { cache_tokens, swap_tokens, ..config.clone() });
