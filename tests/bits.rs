@@ -7,7 +7,7 @@ mod common;
 use common::engines::open;
 use common::golden::fixtures;
 use common::lane::{Lane, Rows};
-use common::text::Random;
+use common::text::{Random, random_tokens};
 use loquat::arch::RopeScaling;
 use loquat::backend::cpu::Cpu;
 use loquat::engine::{EngineConfig, FinishReason, Request, Status};
@@ -120,11 +120,6 @@ impl Case {
     fn shared(&self, len: usize) -> usize {
         if matches!(self.files.spec().ropes[0].scaling, RopeScaling::Dynamic { .. }) { len } else { 0 }
     }
-}
-
-fn random_tokens(seed: u64, len: usize, vocab: usize) -> Vec<TokenId> {
-    let mut random = Random(seed);
-    (0..len).map(|_| random.below(vocab) as TokenId).collect()
 }
 
 /// All models in both compute modes with both types of cache.

@@ -7,7 +7,7 @@ mod common;
 use common::engines::open;
 use common::golden::fixtures;
 use common::lane::{Lane, Rows};
-use common::text::Random;
+use common::text::random_tokens;
 use loquat::engine::{EngineConfig, FinishReason, Request};
 use loquat::model::ModelFiles;
 use loquat::{Compute, KvDType, SamplingParams, SeqId, SubmitError, TokenId};
@@ -40,11 +40,6 @@ struct Case {
     rows: Rows,
 }
 
-fn tokens(seed: u64, len: usize, vocab: usize) -> Vec<TokenId> {
-    let mut random = Random(seed);
-    (0..len).map(|_| random.below(vocab) as TokenId).collect()
-}
-
 /// Each model, in a mode of its own.
 fn cases(mut f: impl FnMut(&Case)) {
     for (i, model) in MODELS.into_iter().enumerate() {
@@ -60,7 +55,7 @@ fn cases(mut f: impl FnMut(&Case)) {
             step_tokens: 24,
             ..EngineConfig::default()
         };
-        let prompt = tokens(5, PROMPT, files.spec().vocab);
+        let prompt = random_tokens(5, PROMPT, files.spec().vocab);
         let sampling = SamplingParams::default().temperature(0.7).seed(i as u64);
         let mut lane = Lane::new(&files, config.clone());
         let seq = lane.submit(Request::new(prompt.as_slice(), MORE).sampling(sampling.clone()));
@@ -90,7 +85,7 @@ impl Case {
 
     /// Runs the first `n` tokens of the prompt, and some that follow them elsewhere.
     fn run_prefix(&self, lane: &mut Lane, n: usize) {
-        let other = tokens(77, 9, self.files.spec().vocab);
+        let other = random_tokens(77, 9, self.files.spec().vocab);
         for end in [&other[..0], &other[..]] {
             let seq = lane.submit(Request::prefill([&self.prompt[..n], end].concat()));
             lane.finish(&[seq]);
@@ -151,7 +146,7 @@ fn keys_and_prompt_logits_keep_to_themselves() {
     let files = open(&fixtures().join(MODELS[0]));
     let config = EngineConfig { prompt_logits: true, kv_dtype: KvDType::F32, ..EngineConfig::default() };
     let mut lane = Lane::new(&files, config);
-    let prompt = tokens(1, 40, files.spec().vocab);
+    let prompt = random_tokens(1, 40, files.spec().vocab);
     let request = || Request::new(prompt.as_slice(), 3).hold(true);
     let hit = |lane: &mut Lane, request: Request| {
         let seq = lane.submit(request);
@@ -177,7 +172,7 @@ fn preempted_either_way_in_a_pool_that_is_always_full() {
             let vocab = case.files.spec().vocab;
             let mut seqs = Vec::new();
             for round in 0..3 {
-                let other = Request { key: round, ..Request::new(tokens(round, 30, vocab), 40) };
+                let other = Request { key: round, ..Request::new(random_tokens(round, 30, vocab), 40) };
                 lane.submit(other);
                 // Of a key of its own each, so that none lives on what another has cached.
                 seqs.push(lane.submit(Request { key: round, ..case.request() }));
@@ -205,7 +200,7 @@ fn a_pinned_prefix_outlives_every_flood() {
         assert!(lane.engine.max_len() <= longest);
         let vocab = case.files.spec().vocab;
         for flood in 0..6 {
-            let seq = lane.submit(Request::new(tokens(200 + flood, 80, vocab), 30));
+            let seq = lane.submit(Request::new(random_tokens(200 + flood, 80, vocab), 30));
             lane.finish(&[seq]);
         }
         let seq = lane.submit(case.request().hold(true));
@@ -216,7 +211,7 @@ fn a_pinned_prefix_outlives_every_flood() {
         lane.engine.unpin(pin).unwrap();
         assert!(matches!(lane.engine.unpin(pin), Err(SubmitError::Parameter { name: "pin", .. })));
         assert_eq!(lane.engine.max_len(), longest);
-        let nothing = lane.engine.pin(0, &tokens(999, 40, vocab));
+        let nothing = lane.engine.pin(0, &random_tokens(999, 40, vocab));
         assert!(matches!(nothing, Err(SubmitError::Parameter { name: "tokens", .. })), "{nothing:?}");
     });
 }
@@ -233,7 +228,7 @@ fn windows_let_go_of_what_nobody_sees() {
         kv_dtype: KvDType::F32,
         ..EngineConfig::default()
     };
-    let prompt = tokens(3, 100, files.spec().vocab);
+    let prompt = random_tokens(3, 100, files.spec().vocab);
     let mut small = Lane::new(&files, config.clone());
     assert!(small.engine.max_len() >= 128, "{}", small.engine.max_len());
     let mut large = Lane::new(&files, EngineConfig { cache_tokens: 2048, ..config });

@@ -299,7 +299,7 @@ fn same_bits_on_what_is_found_cached_or_swapped() {
             lane.finish(&[first, seq]);
             assert!(trace(&lane, seq) == want, "{mode}: preempted, with {swap_tokens} tokens to swap");
             let stats = lane.engine.ledger().stats();
-            assert!(stats.preemptions > 0 && (stats.swaps > 0) == (swap_tokens > 0), "{stats:?}");
+            assert!(stats.preemptions > 0 && stats.evicted_blocks > 0 && (stats.swaps > 0) == (swap_tokens > 0), "{stats:?}");
         }
     }
 }

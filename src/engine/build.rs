@@ -58,11 +58,11 @@ impl Engine {
         if let Some(limit_bytes) = config.memory_limit_bytes.filter(|limit| plan.total_bytes() > *limit) {
             return Err(ConfigError::Memory { what: "the engine", needed_bytes: plan.total_bytes(), limit_bytes }.into());
         }
-        let fingerprint = files.fingerprint();
         let model = Box::new(Transformer::load(backend, files, limits, progress)?);
         let (max_seqs, prompt_logits, want) = (config.max_seqs, config.prompt_logits, config.want());
         let mut engine = Self::from_parts(EngineParts { model, scheduler, max_seqs, prompt_logits, want, plan })?;
-        engine.identify(fingerprint);
+        // After the load, which has read every page that this looks at.
+        engine.identify(files.fingerprint());
         Ok(engine)
     }
 

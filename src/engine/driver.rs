@@ -247,7 +247,7 @@ impl EngineDriver {
         let most = said + remaining + 3;
         if line.items.reserve(most).is_err() {
             let _ = self.engine.cancel(seq);
-            self.engine.forget(seq);
+            self.engine.forget_events(seq);
             let needed_bytes = (most * size_of::<Item>()) as u64;
             return Err(SubmitError::Refused { tokens: tokens + remaining, needed_bytes });
         }
@@ -274,7 +274,7 @@ impl EngineDriver {
     }
 
     fn forget(&mut self, seq: SeqId) {
-        self.engine.forget(seq);
+        self.engine.forget_events(seq);
         self.lines.streams.remove(&seq);
     }
 
@@ -290,17 +290,9 @@ impl EngineDriver {
         let EngineDriver { lines, mut engine, .. } = self;
         for &seq in lines.streams.keys() {
             let _ = engine.cancel(seq);
-            engine.forget(seq);
+            engine.forget_events(seq);
         }
         engine
-    }
-}
-
-impl Engine {
-    /// No stream has the sequence any more, and nobody wants what it still had to say.
-    fn forget(&mut self, seq: SeqId) {
-        self.owned.remove(&seq);
-        self.events.retain(|e| e.seq != seq);
     }
 }
 

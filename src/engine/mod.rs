@@ -178,12 +178,17 @@ impl Engine {
         let (run, new) = self.admit(request, &[])?;
         let now = self.start.elapsed();
         let generates = run.embedding.is_none() && !run.prefill;
+        let seq = if generates { self.ledger.submit(new, now)? } else { self.ledger.submit_any(new, now)? };
+        self.enter(seq, run);
+        Ok(seq)
+    }
+
+    /// Takes over what a sequence needs beside the ledger's part. In a step it asks without allocating.
+    fn enter(&mut self, seq: SeqId, run: SeqRun) {
         if run.steered {
             self.asking.reserve(self.runs.len() + 1);
         }
-        let seq = if generates { self.ledger.submit(new, now)? } else { self.ledger.submit_any(new, now)? };
         self.runs.insert(seq, run);
-        Ok(seq)
     }
 
     /// Continues a held sequence with the request's tokens; with none it goes on where it stopped. Of what is still cached
@@ -208,10 +213,7 @@ impl Engine {
         }
         let (run, new) = self.admit(request, held.tokens())?;
         self.ledger.resume_with(seq, &new.tokens, new.max_tokens, new.reuse, self.start.elapsed())?;
-        if run.steered {
-            self.asking.reserve(self.runs.len() + 1);
-        }
-        self.runs.insert(seq, run);
+        self.enter(seq, run);
         Ok(())
     }
 
@@ -339,9 +341,14 @@ impl Engine {
             // It may have ended by itself, unheld.
             let _ = self.ledger.cancel(seq);
             self.forget_run(seq);
-            self.owned.remove(&seq);
-            self.events.retain(|e| e.seq != seq);
+            self.forget_events(seq);
         }
+    }
+
+    /// Nobody owns the sequence any more, and nobody wants what it still had to say.
+    fn forget_events(&mut self, seq: SeqId) {
+        self.owned.remove(&seq);
+        self.events.retain(|e| e.seq != seq);
     }
 
     /// Checks everything about a request that is not the ledger's business.

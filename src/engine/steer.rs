@@ -78,9 +78,8 @@ impl Engine {
             followers: Vec::new(),
             ..*run
         };
-        self.asking.reserve(self.runs.len() + 1);
+        self.enter(fork, run);
         self.asking.push(fork);
-        self.runs.insert(fork, run);
         Ok(fork)
     }
 

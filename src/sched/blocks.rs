@@ -64,6 +64,11 @@ impl Hold {
         self.tables[0].len()
     }
 
+    /// Blocks of a group, without the holes.
+    pub(super) fn blocks(&self, g: usize) -> usize {
+        self.tables[g].iter().filter(|b| **b != BlockId::NONE).count()
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.tables[0].is_empty()
     }
@@ -143,9 +148,9 @@ impl Blocks {
     }
 
     /// Tokens from `start` on that the hold could come to have room for, at most `want`; entries before `skip` of a group need no
-    /// block.
-    pub(super) fn room(&self, hold: &Hold, skip: [usize; MAX_GROUPS], start: usize, want: usize) -> usize {
-        let blocks = self.pools.iter().zip(skip).map(|(p, skip)| hold.len().max(skip) + p.available());
+    /// block, and `copies` blocks of each are for others.
+    pub(super) fn room(&self, hold: &Hold, skip: [usize; MAX_GROUPS], copies: usize, start: usize, want: usize) -> usize {
+        let blocks = self.pools.iter().zip(skip).map(|(p, skip)| (hold.len().max(skip) + p.available()).saturating_sub(copies));
         let room = blocks.map(|b| b.saturating_mul(self.block_size).saturating_sub(start));
         room.min().map_or(0, |room| room.min(want))
     }
@@ -250,6 +255,15 @@ impl Blocks {
             }
             hold.tables[g].truncate(len);
         }
+    }
+
+    /// For each group the first block that the token after `tokens` sees.
+    pub(super) fn first_blocks(&self, tokens: usize) -> [usize; MAX_GROUPS] {
+        let mut first = [0; MAX_GROUPS];
+        for (first, group) in first.iter_mut().zip(&self.groups) {
+            *first = group.first_block(tokens, self.block_size);
+        }
+        first
     }
 
     /// Blocks of the first group that a hold needs at most once so many tokens are computed.

@@ -87,8 +87,8 @@ impl Ledger {
                 }
             }
             pool.check(&refs, &active);
-            let pinned = |hold: &Hold| hold.tables[g].iter().filter(|b| **b != BlockId::NONE).count();
-            assert_eq!(self.pins.blocks[g], self.pins.holds().map(pinned).sum::<usize>(), "pinned blocks of group {g}");
+            let pinned = self.pins.holds().map(|hold| hold.blocks(g)).sum::<usize>();
+            assert_eq!(self.pins.blocks[g], pinned, "pinned blocks of group {g}");
         }
         let longest = self.blocks.longest(&self.pins.blocks);
         assert!(self.seqs.all().all(|s| s.limit <= longest), "a sequence could not run beside what is pinned");

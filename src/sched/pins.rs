@@ -4,12 +4,11 @@
 //! Invariant: beside what is pinned every living sequence could still run alone.
 #![forbid(unsafe_code)]
 
-use super::blocks::{Blocks, Found, Hold, refused};
+use super::blocks::{Found, Hold, refused};
 use super::ledger::Ledger;
-use super::seq::State;
 use crate::cache::RootKey;
 use crate::error::SubmitError;
-use crate::ids::{BlockId, MAX_GROUPS, SeqId, TokenId};
+use crate::ids::{BlockId, MAX_GROUPS, TokenId};
 
 /// A pinned prefix: see [`Ledger::pin`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -73,9 +72,7 @@ impl Ledger {
         }
         self.blocks.adopt(root, &tokens[..found.tokens], &mut hold);
         let mut held = self.pins.blocks;
-        for (held, table) in held.iter_mut().zip(&hold.tables) {
-            *held += table.iter().filter(|b| **b != BlockId::NONE).count();
-        }
+        held.iter_mut().enumerate().for_each(|(g, held)| *held += hold.blocks(g));
         let limit = self.blocks.longest(&held);
         if let Some(tokens) = self.seqs.all().map(|s| s.limit).filter(|l| *l > limit).max() {
             self.blocks.release(&mut hold);
@@ -97,81 +94,47 @@ impl Ledger {
             return Err(SubmitError::Parameter { name: "pin", expected: "one not unpinned yet", found: format!("{pin:?}") });
         };
         let (_, mut hold) = self.pins.pins.remove(at);
-        for (held, table) in self.pins.blocks.iter_mut().zip(&hold.tables) {
-            *held -= table.iter().filter(|b| **b != BlockId::NONE).count();
-        }
+        self.pins.blocks.iter_mut().enumerate().for_each(|(g, held)| *held -= hold.blocks(g));
         self.blocks.release(&mut hold);
         Ok(())
     }
 
-    /// The blocks that hold what is cached of a sequence, as far as a follow-up could use it: tokens, and the blocks of those that
-    /// its next token sees. Valid until the next call that changes the ledger.
-    ///
-    /// # Errors
-    /// [`SubmitError::Sequence`] for one that is gone or in the open step.
-    pub fn cached_blocks(&self, seq: SeqId) -> Result<(usize, Vec<CachedBlock>), SubmitError> {
-        let i = self.seqs.find(seq).filter(|&i| self.seqs[i].planned.is_none());
-        let s = &self.seqs[i.ok_or_else(|| self.misuse(seq, "any state, not in the open step"))?];
-        Ok(match s.state {
-            State::Running => (s.computed, self.listed(s.computed, 0, |g, k| s.held.tables[g].get(k).copied())),
-            _ => self.found_blocks(self.key_of(s), &s.tokens, 0),
-        })
-    }
-
     /// The blocks that hold what is cached of `tokens` under `key`, as far as a sequence of just these tokens could use it:
     /// tokens, and the blocks of those that the next token sees. Of a group with a window also the blocks of the `back` tokens
-    /// before those, as far as they are still cached without a gap. Valid until the next call that changes the ledger.
-    pub fn cached_blocks_of(&self, key: u64, tokens: &[TokenId], back: usize) -> (usize, Vec<CachedBlock>) {
-        self.found_blocks(self.root(key, tokens.len()), tokens, back)
-    }
-
-    fn found_blocks(&self, root: RootKey, tokens: &[TokenId], back: usize) -> (usize, Vec<CachedBlock>) {
+    /// before those, as far as they are still cached without a gap. Of a sequence that runs, whole blocks. Valid until the
+    /// next call that changes the ledger.
+    pub fn cached_blocks(&self, key: u64, tokens: &[TokenId], back: usize) -> (usize, Vec<CachedBlock>) {
         let mut path = Vec::new();
-        let Found { nodes, partial, tokens } = self.blocks.find(root, tokens, |node| path.push(node));
+        let Found { nodes, partial, tokens } = self.blocks.find(self.root(key, tokens.len()), tokens, |node| path.push(node));
         path.truncate(nodes);
         path.extend(partial);
-        (tokens, self.listed(tokens, back, |g, k| path.get(k).and_then(|&node| self.blocks.tree.block(node, g))))
-    }
-
-    fn listed(&self, tokens: usize, back: usize, block: impl Fn(usize, usize) -> Option<BlockId>) -> Vec<CachedBlock> {
-        let bs = self.cfg.block_size;
-        let mut all = Vec::new();
+        let (bs, mut all) = (self.cfg.block_size, Vec::new());
         for (group, g) in self.cfg.groups.iter().enumerate() {
+            let block = |index: usize| path.get(index).and_then(|&node| self.blocks.tree.block(node, group));
             let mut first = g.first_block(tokens, bs);
             let least = g.first_block(tokens, 1).saturating_sub(back) / bs;
-            while first > least && block(group, first - 1).is_some() {
+            while first > least && block(first - 1).is_some() {
                 first -= 1;
             }
             for index in first..tokens.div_ceil(bs) {
-                let block = block(group, index).expect("a usable prefix has the blocks that its next token sees");
+                let block = block(index).expect("a usable prefix has the blocks that its next token sees");
                 all.push(CachedBlock { group, index, block, tokens: bs.min(tokens - index * bs) });
             }
         }
-        all
+        (tokens, all)
     }
 
     /// Takes a prefix in that was computed elsewhere: the first `cached` of `tokens`, in the regime of a sequence of so many.
     /// `fill` is handed the blocks that are not cached yet, to write what they are to hold; the prefix tree has them then.
     /// Where `fill` fails, nothing has changed, but that cached blocks may have made room.
     ///
-    /// # Errors
-    /// [`SubmitError::TooLong`] where there are not as many blocks to be had, [`SubmitError::Refused`], and what `fill` says.
-    pub fn import<E: From<SubmitError>>(
-        &mut self,
-        key: u64,
-        tokens: &[TokenId],
-        cached: usize,
-        fill: impl FnOnce(&[CachedBlock]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.import_from(key, tokens, cached, &[], fill)
-    }
-
-    /// As [`Ledger::import`], with what lies before the windows as well, where there is room for it: for each group, the first
-    /// token that `fill` could write. Those who part from the prefix a little before its end find what they see then.
+    /// `from` says for each group the first token that `fill` could write, where that is before what the next token sees: as much
+    /// is taken in as there is room for. Those who part from the prefix a little before its end find what they see then.
     ///
     /// # Errors
-    /// As [`Ledger::import`].
-    pub fn import_from<E: From<SubmitError>>(
+    /// [`SubmitError::Parameter`] while a step is open, which may yet write to blocks of a sequence that was cancelled since;
+    /// [`SubmitError::TooLong`] where there are not as many blocks to be had, [`SubmitError::Refused`], and what `fill` says.
+    pub fn import<E: From<SubmitError>>(
         &mut self,
         key: u64,
         tokens: &[TokenId],
@@ -179,6 +142,10 @@ impl Ledger {
         from: &[usize],
         fill: impl FnOnce(&[CachedBlock]) -> Result<(), E>,
     ) -> Result<(), E> {
+        if self.step_is_open() {
+            let (name, expected) = ("import", "between two steps");
+            return Err(SubmitError::Parameter { name, expected, found: "in an open step".into() }.into());
+        }
         let (bs, root) = (self.cfg.block_size, self.root(key, tokens.len()));
         let done = &tokens[..cached.min(tokens.len())];
         let (blocks, groups) = (done.len().div_ceil(bs), self.cfg.groups.len());
@@ -195,10 +162,10 @@ impl Ledger {
         for (skip, from) in skip.iter_mut().zip(from) {
             *skip = from.div_ceil(bs).min(*skip);
         }
-        if self.blocks.room(&hold, skip, 0, done.len()) < done.len() {
+        if self.blocks.room(&hold, skip, 0, 0, done.len()) < done.len() {
             skip = least;
         }
-        let room = self.blocks.room(&hold, skip, 0, done.len());
+        let room = self.blocks.room(&hold, skip, 0, 0, done.len());
         if room < done.len() {
             self.blocks.release(&mut hold);
             return Err(SubmitError::TooLong { tokens: done.len(), what: "what the cache has free", limit: room }.into());
@@ -221,16 +188,5 @@ impl Ledger {
 
     fn root(&self, key: u64, total: usize) -> RootKey {
         RootKey { key, regime: (self.cfg.regime)(total) }
-    }
-}
-
-impl Blocks {
-    /// For each group the first block that the token after `tokens` sees.
-    pub(super) fn first_blocks(&self, tokens: usize) -> [usize; MAX_GROUPS] {
-        let mut first = [0; MAX_GROUPS];
-        for (first, group) in first.iter_mut().zip(&self.groups) {
-            *first = group.first_block(tokens, self.block_size);
-        }
-        first
     }
 }

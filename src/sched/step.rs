@@ -359,9 +359,9 @@ impl Ledger {
         self.close();
     }
 
-    /// Closes a step whose forward pass failed: nothing is committed that was not before. Where nothing else happens, a policy that
-    /// preempted nobody comes to the same plan again: what it took from idle sequences, it now finds free. Preemptions
-    /// stand. To run the very same plan again, leave the step open: copies and runs may be repeated.
+    /// Closes a step whose forward pass failed: nothing is committed that was not before. Preemptions stand, and what the prefix
+    /// cache gave up is gone: it is free now. To run the very same plan again, leave the step open: copies and runs may be
+    /// repeated.
     pub fn abort_step(&mut self) {
         self.close();
     }
@@ -422,7 +422,7 @@ impl Ledger {
                     step.copies.push(BlockCopy { group: g, from, to: BlockId::NONE });
                 }
             }
-            let got = blocks.room(&s.held, skip, start, want.min(s.tokens.len() - start));
+            let got = blocks.room(&s.held, skip, 0, start, want.min(s.tokens.len() - start));
             if got > 0 {
                 blocks.extend(&mut s.held, start + got, skip);
                 for copy in &mut step.copies[copied..] {
@@ -459,16 +459,11 @@ impl Ledger {
         let partial = (start % bs > 0).then(|| s.held.tables[0][at]);
         // Forks that run share it. Where only the tree does, it need not.
         let copy = partial.is_some_and(|b| blocks.pools[0].users(b) > 1);
-        // Most decode rows write on in their last block, and need no other.
-        if !copy && start + want <= len * bs {
-            if let Some(block) = partial {
-                blocks.disown(0, block);
-            }
-            step.undo.push(Undo { slot: i, before: Before::Blocks { len, originals: None } });
-            return Ok(want);
-        }
-        let room = (0..groups).map(|g| (len + blocks.pools[g].available()).saturating_sub(usize::from(copy)) * bs);
-        let got = want.min(room.min().map_or(0, |room| room.saturating_sub(start)));
+        let got = match !copy && start + want <= len * bs {
+            // Most decode rows write on in their last block, and need no other.
+            true => want,
+            false => blocks.room(&s.held, [0; MAX_GROUPS], usize::from(copy), start, want),
+        };
         if got == 0 || (copy && blocks.pools.iter().any(|p| p.available() == 0)) {
             return Err(NoRoom::Blocks);
         }

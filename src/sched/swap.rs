@@ -86,11 +86,6 @@ impl Store {
         (swap.tokens, swap.fresh) = (0, false);
     }
 
-    /// The copies so far count as done, or as not to be done any more.
-    pub(super) fn begin_step(&mut self) {
-        self.outs.clear();
-    }
-
     pub(super) fn check<'a>(&self, seqs: impl Iterator<Item = &'a Seq>, blocks: &Blocks) {
         let mut refs: Vec<Vec<u32>> = self.pools.iter().map(|p| vec![0; p.len()]).collect();
         for s in seqs {
@@ -137,7 +132,7 @@ impl Ledger {
     /// The swap-outs so far are done.
     pub(super) fn settle_swaps(&mut self) {
         if !self.store.outs.is_empty() {
-            self.store.begin_step();
+            self.store.outs.clear();
             self.seqs.all_mut().for_each(|s| s.swap.fresh = false);
         }
     }

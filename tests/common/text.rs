@@ -137,6 +137,12 @@ impl Random {
     }
 }
 
+/// Any tokens, the same for the same seed.
+pub fn random_tokens(seed: u64, len: usize, vocab: usize) -> Vec<TokenId> {
+    let mut random = Random(seed);
+    (0..len).map(|_| random.below(vocab) as TokenId).collect()
+}
+
 pub const PARSE: EncodeOptions = EncodeOptions { specials: Specials::Parse, add: AddSpecial::Never, start: Start::Text };
 pub const PLAIN: EncodeOptions = EncodeOptions { specials: Specials::Plain, add: AddSpecial::Never, start: Start::Text };
 

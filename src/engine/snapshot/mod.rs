@@ -4,7 +4,7 @@
 //! ```text
 //! frame     see `bytes`: version, checksum, and the model that it is of
 //! prefix    key u64; tokens u64, then u32 each; how many of them are cached, u64; how, u8: 0 not at all, 1 F32, 2 F16,
-//!           3 in 8 bits
+//!           3 in 8 bits, 4 BF16
 //! cached    where there is any: groups u32; for each: window u64 (0 none), first u64, bytes of a record u64; then records of the
 //!           tokens first .. cached, see `kv`
 //! ```
@@ -124,7 +124,7 @@ impl Engine {
         }
         let (cached, blocks) = match kv {
             KvSave::None => (0, Vec::new()),
-            _ => self.ledger.cached_blocks_of(key, tokens, BACK),
+            _ => self.ledger.cached_blocks(key, tokens, BACK),
         };
         let encoding = match (cached, kv) {
             (0, _) => None,
@@ -242,7 +242,6 @@ impl Engine {
             return Ok(Imported { key, tokens, cached: 0 });
         }
         self.sweep();
-        // Of a sequence that was cancelled since, the open step would write into blocks that are given out now.
         if self.ledger.step_is_open() {
             self.abandon_step();
         }
@@ -250,7 +249,7 @@ impl Engine {
         let model = &mut *self.model;
         let (mut block, mut record) = (Vec::new(), Vec::new());
         let from: Vec<_> = groups.iter().map(|records| records.first).collect();
-        self.ledger.import_from(key, &tokens, cached, &from, |blocks| -> Result<(), Error> {
+        self.ledger.import(key, &tokens, cached, &from, |blocks| -> Result<(), Error> {
             for b in blocks {
                 let (layout, Records { first, size, bytes }) = (&layouts[b.group], &groups[b.group]);
                 block.resize(b.tokens * layout.record_bytes(), 0);
@@ -275,7 +274,7 @@ impl Engine {
 
     fn cache_dtype(&self) -> Result<KvDType, SnapshotError> {
         let found = || format!("one of neither: {}", self.model.describe());
-        let none = || SnapshotError::Cache { what: "type of cached values", expected: "F32 or F16".into(), found: found() };
+        let none = || SnapshotError::Cache { what: "type of cached values", expected: "F32, F16 or BF16".into(), found: found() };
         self.model.kv_dtype().ok_or_else(none)
     }
 
