@@ -4,10 +4,10 @@
 use crate::dtype::FormatId;
 use crate::quant;
 
-struct Rng(u64);
+pub(super) struct Rng(pub(super) u64);
 
 impl Rng {
-    fn bits(&mut self) -> u32 {
+    pub(super) fn bits(&mut self) -> u32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 32) as u32
     }

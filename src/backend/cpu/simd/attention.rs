@@ -15,8 +15,10 @@
 // Indices over rows and vectors at once: what the compiler turns into registers.
 #![allow(clippy::needless_range_loop)]
 
+#[cfg(target_arch = "aarch64")]
+use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512};
+use super::lanes::{Avx2, Avx512, Sse41};
 use super::lanes::{Bf16, Elem, LANES, Lanes, Scalar};
 use super::math;
 use crate::dtype::KvDType;
@@ -220,6 +222,12 @@ macro_rules! tier {
 tier!(SCALAR, scalar, Scalar, "", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
 #[cfg(target_arch = "x86_64")]
 tier!(SCALAR_FMA, scalar_fma, Scalar, "fma", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
+// Four registers a vector, and a multiply-add needs several more: one row at a time loses nothing.
+#[cfg(target_arch = "x86_64")]
+tier!(SSE41, sse41, Sse41, "ssse3,sse4.1", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
+// 32 registers, four a vector: at most 24 hold sums.
+#[cfg(target_arch = "aarch64")]
+tier!(NEON, neon, Neon, "neon", 1: 4, 4; 2: 2, 2; 3: 2, 2; 4: 1, 1; 6: 1, 1;);
 // 16 registers, two a vector: at most 12 hold sums.
 #[cfg(target_arch = "x86_64")]
 tier!(AVX2, avx2, Avx2, "avx2,fma,f16c", 1: 4, 4; 2: 2, 2; 3: 2, 2; 4: 1, 1; 6: 1, 1;);
@@ -450,7 +458,7 @@ fn join<L: Lanes>(state: &mut [f32], part: &[f32]) {
     let factors = math::exp2(L::load_part(&[a - max, b - max])).array();
     let (old, new) = (L::splat(factors[0]), L::splat(factors[1]));
     state[width] = max;
-    state[width + 1] = part[width + 1].mul_add(factors[1], state[width + 1] * factors[0]);
+    state[width + 1] = L::fma_one(part[width + 1], factors[1], state[width + 1] * factors[0]);
     let (states, _) = state[..width].as_chunks_mut::<LANES>();
     let (parts, _) = part[..width].as_chunks::<LANES>();
     for (s, p) in states.iter_mut().zip(parts) {
@@ -467,7 +475,7 @@ fn finish<L: Lanes>(state: &[f32], sink: Option<f32>, out: &mut [f32]) {
         Some(sink) => {
             let top = if max > sink { max } else { sink };
             let powers = math::exp2(L::load_part(&[max - top, sink - top])).array();
-            (powers[0], sum.mul_add(powers[0], powers[1]))
+            (powers[0], L::fma_one(sum, powers[0], powers[1]))
         }
     };
     let (factor, total) = (L::splat(factor), L::splat(total));

@@ -32,6 +32,11 @@ pub(super) trait Lanes: Copy {
     fn div(self, o: Self) -> Self;
     /// `self * b + c` with one rounding.
     fn fma(self, b: Self, c: Self) -> Self;
+    /// The same of single values.
+    #[inline(always)]
+    fn fma_one(a: f32, b: f32, c: f32) -> f32 {
+        a.mul_add(b, c)
+    }
     /// `if self > o { self } else { o }`: a NaN on either side gives `o`.
     fn max(self, o: Self) -> Self;
     /// `if self < o { self } else { o }`.
@@ -263,9 +268,19 @@ impl Lanes for Scalar {
     }
 }
 
+#[cfg(target_arch = "aarch64")]
+pub(super) use neon::Neon;
+#[cfg(target_arch = "x86_64")]
+pub(super) use sse41::Sse41;
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
+#[cfg(target_arch = "aarch64")]
+#[path = "lanes_neon.rs"]
+pub(super) mod neon;
+#[cfg(target_arch = "x86_64")]
+#[path = "lanes_sse41.rs"]
+pub(super) mod sse41;
 #[cfg(target_arch = "x86_64")]
 #[path = "lanes_x86.rs"]
 mod x86;

@@ -23,7 +23,7 @@ use crate::error::ConfigError;
 
 /// The kernels of one instruction set.
 pub(super) struct Tier {
-    /// `scalar`, `avx2` or `avx512`.
+    /// As in [`TIERS`].
     pub(super) name: &'static str,
     /// Matrices.
     pub(super) linear: &'static LinearFns,
@@ -67,6 +67,14 @@ static TIERS: &[Entry] = &[
     (&SCALAR, || !has_fma()),
     #[cfg(not(target_arch = "x86_64"))]
     (&SCALAR, || true),
+    #[cfg(target_arch = "aarch64")]
+    (&NEON, || true),
+    #[cfg(target_arch = "aarch64")]
+    (&DOTPROD, has_dotprod),
+    #[cfg(target_arch = "aarch64")]
+    (&I8MM, has_i8mm),
+    #[cfg(target_arch = "x86_64")]
+    (&SSE41, has_sse41),
     #[cfg(target_arch = "x86_64")]
     (&AVX2, has_avx2),
     #[cfg(target_arch = "x86_64")]
@@ -78,6 +86,14 @@ static SCALAR: Tier = Tier { name: "scalar", linear: &linear::SCALAR, attention:
 #[cfg(target_arch = "x86_64")]
 static SCALAR_FMA: Tier =
     Tier { name: "scalar", linear: &linear::SCALAR_FMA, attention: &attention::SCALAR_FMA, vector: &vector::SCALAR_FMA };
+#[cfg(target_arch = "aarch64")]
+static NEON: Tier = Tier { name: "neon", linear: &linear::NEON, attention: &attention::NEON, vector: &vector::NEON };
+#[cfg(target_arch = "aarch64")]
+static DOTPROD: Tier = Tier { name: "dotprod", linear: &linear::DOTPROD, ..NEON };
+#[cfg(target_arch = "aarch64")]
+static I8MM: Tier = Tier { name: "i8mm", linear: &linear::I8MM, ..NEON };
+#[cfg(target_arch = "x86_64")]
+static SSE41: Tier = Tier { name: "sse41", linear: &linear::SSE41, attention: &attention::SSE41, vector: &vector::SSE41 };
 #[cfg(target_arch = "x86_64")]
 static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2, attention: &attention::AVX2, vector: &vector::AVX2 };
 #[cfg(target_arch = "x86_64")]
@@ -87,6 +103,24 @@ static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512, attention:
 #[cfg(target_arch = "x86_64")]
 fn has_fma() -> bool {
     is_x86_feature_detected!("fma")
+}
+
+/// Kernels of the tier may enable `neon,dotprod`.
+#[cfg(target_arch = "aarch64")]
+fn has_dotprod() -> bool {
+    std::arch::is_aarch64_feature_detected!("dotprod")
+}
+
+/// Kernels of the tier may enable `neon,dotprod,i8mm`.
+#[cfg(target_arch = "aarch64")]
+fn has_i8mm() -> bool {
+    has_dotprod() && std::arch::is_aarch64_feature_detected!("i8mm")
+}
+
+/// Kernels of the tier may enable `ssse3,sse4.1`.
+#[cfg(target_arch = "x86_64")]
+fn has_sse41() -> bool {
+    is_x86_feature_detected!("ssse3") && is_x86_feature_detected!("sse4.1")
 }
 
 /// Kernels of the tier may enable `avx2,fma,f16c`.

@@ -3,8 +3,10 @@
 //! Sums run in 16 lanes by index % 16, then by halves; the last few values of a row count as a vector with zeros.
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "aarch64")]
+use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512};
+use super::lanes::{Avx2, Avx512, Sse41};
 use super::lanes::{LANES, Lanes, Scalar};
 use super::math;
 use crate::arch::{Activation, Glu, NormKind, NormSpec, RopeStyle};
@@ -207,6 +209,10 @@ tier!(SCALAR, scalar, Scalar, "");
 #[cfg(target_arch = "x86_64")]
 tier!(SCALAR_FMA, scalar_fma, Scalar, "fma");
 #[cfg(target_arch = "x86_64")]
+tier!(SSE41, sse41, Sse41, "ssse3,sse4.1");
+#[cfg(target_arch = "aarch64")]
+tier!(NEON, neon, Neon, "neon");
+#[cfg(target_arch = "x86_64")]
 tier!(AVX2, avx2, Avx2, "avx2,fma,f16c");
 #[cfg(target_arch = "x86_64")]
 tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c");
@@ -273,7 +279,7 @@ fn norm<L: Lanes>(spec: NormSpec, x: &[f32], weight: &[f32], bias: Option<&[f32]
 /// A pair (a, b) becomes (a cos - b sin, b cos + a sin), the second product of each rounded first.
 #[inline(always)]
 fn rope<L: Lanes>(style: RopeStyle, x: &mut [f32], cos: &[f32], sin: &[f32]) {
-    let turn = |a: f32, b: f32, c: f32, s: f32| (a.mul_add(c, b * (0.0 - s)), b.mul_add(c, a * s));
+    let turn = |a: f32, b: f32, c: f32, s: f32| (L::fma_one(a, c, b * (0.0 - s)), L::fma_one(b, c, a * s));
     match style {
         RopeStyle::HalfSplit => {
             let (a, b) = x.split_at_mut(cos.len());

@@ -14,15 +14,25 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod four;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
+#[cfg(target_arch = "x86_64")]
+mod sse41;
 
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx2::LINEAR as AVX2;
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::LINEAR as AVX512;
+#[cfg(target_arch = "aarch64")]
+pub(super) use neon::{DOTPROD, I8MM, NEON};
 pub(super) use scalar::LINEAR as SCALAR;
 #[cfg(target_arch = "x86_64")]
 pub(super) use scalar::LINEAR_FMA as SCALAR_FMA;
+#[cfg(target_arch = "x86_64")]
+pub(super) use sse41::LINEAR as SSE41;
 
 use crate::backend::cpu::acts::{Acts, Tiles, WORDS, interleave, row_words};
 use crate::backend::cpu::panel::{KERNELS, LANES, Panel};
@@ -364,15 +374,21 @@ const PANEL_BYTES: usize = 24 << 10;
 
 /// With few rows memory is the limit, and the hardware prefetcher stops at every 4 KiB: name the lines `AHEAD` bytes on.
 /// They may be the next panel's, which is what comes next.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 const AHEAD: usize = 8192;
 
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
 fn ahead(w: *const u8, len: usize) {
     for i in (0..len).step_by(64) {
+        let p = w.wrapping_add(AHEAD + i);
+        #[cfg(target_arch = "x86_64")]
         // SAFETY: a prefetch never faults.
-        unsafe { core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(w.wrapping_add(AHEAD + i).cast()) };
+        unsafe {
+            core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+        }
+        #[cfg(target_arch = "aarch64")]
+        super::lanes::neon::prefetch(p);
     }
 }
 

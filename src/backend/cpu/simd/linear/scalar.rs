@@ -57,7 +57,8 @@ pub(in crate::backend::cpu) static LINEAR_FMA: LinearFns = LinearFns {
     ],
 };
 
-fn quantize(rows: &Rows<'_>, blocks: Range<usize>, out: &mut [u32]) {
+#[inline(always)]
+pub(super) fn quantize(rows: &Rows<'_>, blocks: Range<usize>, out: &mut [u32]) {
     for (b, words) in blocks.zip(out.chunks_exact_mut(WORDS * rows.rows)) {
         for r in 0..rows.rows {
             let (scale, q) = quantize_block(rows.block(r, b));
