@@ -26,7 +26,7 @@ const USAGE: Usage = Usage {
         Opt { name: "--out", value: "FILE", help: "the file to write" },
         Opt { name: "--fast", value: "", help: "the production path: 8-bit activations where weights are quantised, F16 cache" },
         Opt { name: "--config", value: "PATH", help: "configuration to use in place of config.json" },
-        Opt { name: "--tier", value: "NAME", help: "kernels to use: scalar, avx2, avx512 (default: the best there is)" },
+        Opt { name: "--tier", value: "NAME", help: "kernels to use, as scalar or avx2 (default: the best there is)" },
         support::THREADS,
     ],
 };

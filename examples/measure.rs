@@ -38,7 +38,7 @@ const USAGE: Usage = Usage {
         support::MODEL,
         support::THREADS,
         Opt { name: "--step-tokens", value: "N", help: "tokens of one step at most (default 128)" },
-        Opt { name: "--tier", value: "NAME", help: "kernels to use: scalar, avx2, avx512 (default: the best there is)" },
+        Opt { name: "--tier", value: "NAME", help: "kernels to use, as scalar or avx2 (default: the best there is)" },
         Opt { name: "--exact", value: "", help: "f32 activations throughout" },
         Opt { name: "--prompt-tokens", value: "P", help: "tokens of each prompt (default 128; after a shared prefix 16)" },
         Opt { name: "--gen-tokens", value: "G", help: "tokens generated after each (default 64)" },

@@ -13,6 +13,7 @@ use loquat::backend::cpu::Cpu;
 use loquat::engine::{EngineConfig, FinishReason, Request, Status};
 use loquat::model::ModelFiles;
 use loquat::{Compute, KvDType, SamplingParams, SeqId, TokenId};
+use sha2::{Digest, Sha256};
 use std::time::Duration;
 
 const MODELS: [&str; 7] = [
@@ -156,6 +157,48 @@ fn chunks_threads_tiers_and_block_sizes() {
             case.check(&how, &lane, seq, 0);
         }
     });
+}
+
+/// First 64 bits of the SHA-256 of all rows' bits, exact and fast, with an f16 cache: norms, rotations, activations and
+/// routers of several kinds, and all sorts of weights.
+const HASHES: [(&str, [&str; 2]); 11] = [
+    ("arch/llama_mha_f32", ["", ""]),
+    ("arch/llama_gqa_tied_llama3", ["", ""]),
+    ("arch/llama_mha_bf16", ["", ""]),
+    ("arch/phi3_longrope", ["", ""]),
+    ("arch/gemma2", ["", ""]),
+    ("arch/gpt2", ["", ""]),
+    ("arch/gpt_oss", ["", ""]),
+    ("arch/deepseek_v3", ["", ""]),
+    ("gguf/llama_q4_0.gguf", ["", ""]),
+    ("gguf/llama_mixed.gguf", ["", ""]),
+    ("gguf/llama_q4_k_m.gguf", ["", ""]),
+];
+
+/// Another architecture, another processor, another operating system: whatever runs this must come to these bits.
+#[test]
+fn on_every_machine_and_tier() {
+    let mut other = Vec::new();
+    for (model, want) in HASHES {
+        for (compute, want) in [Compute::Exact, Compute::Fast].into_iter().zip(want) {
+            let case = Case::new(model, compute, KvDType::F16, SamplingParams::default());
+            let mut hash = Sha256::new();
+            for value in case.alone.rows.values().flatten() {
+                hash.update(value.to_le_bytes());
+            }
+            let got: String = hash.finalize()[..8].iter().map(|b| format!("{b:02x}")).collect();
+            if got != want {
+                other.push(format!("{model} {compute:?}: {got} for {want}"));
+            }
+            for tier in Cpu::tiers() {
+                let mut lane = Lane::new(&case.files, EngineConfig { tier: Some(tier.into()), ..case.config.clone() });
+                let seq = lane.submit(case.whole());
+                lane.finish(&[seq]);
+                case.check(tier, &lane, seq, 0);
+            }
+        }
+    }
+    assert!(other.is_empty(), "other bits:\n{}", other.join("\n"));
 }
 
 #[test]

@@ -14,7 +14,9 @@ use crate::model::{ModelLimits, Want};
 pub struct EngineConfig {
     /// Threads, the caller's own included: 1 starts none.
     pub threads: usize,
-    /// Kernel tier by name (`scalar`, `avx2`, `avx512`), or the best that the machine has.
+    /// Kernel tier by name, one of [`Cpu::tiers`](crate::backend::cpu::Cpu::tiers): on x86-64 `scalar`, `sse41`, `avx2`, `avxvnni`
+    /// and `avx512`, on aarch64 `scalar`, `neon`, `dotprod` and `i8mm`. `None` takes the one that the environment variable
+    /// `LOQUAT_CPU` names, or without it the fastest that the machine has. All give the same bits.
     pub tier: Option<String>,
     /// How quantised weights meet activations.
     pub compute: Compute,

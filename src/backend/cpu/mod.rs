@@ -44,7 +44,8 @@ use simd::Tier;
 pub struct CpuOptions {
     /// Threads that compute, the caller's among them: 1 starts none.
     pub threads: usize,
-    /// Name of the kernel tier; `None` takes the fastest that the machine has. All give the same bits.
+    /// Name of the kernel tier, one of [`Cpu::tiers`]. `None` takes the one that the environment variable `LOQUAT_CPU` names,
+    /// or without it the fastest that the machine has. All give the same bits.
     pub tier: Option<String>,
     /// How matrices are multiplied.
     pub compute: Compute,
@@ -99,10 +100,7 @@ impl Cpu {
     /// # Errors
     /// As [`new`](Self::new), but for the system's refusal.
     pub fn unstarted(options: &CpuOptions) -> Result<Self, ConfigError> {
-        let tier = match &options.tier {
-            None => Tier::best(),
-            Some(name) => Tier::named(name)?,
-        };
+        let tier = Tier::choose(options.tier.as_deref())?;
         if !(1..=MAX_THREADS).contains(&options.threads) {
             return Err(ConfigError::invalid("threads", format!("1 to {MAX_THREADS}"), options.threads));
         }

@@ -18,8 +18,8 @@
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512, Sse41};
-use super::lanes::{Bf16, Elem, LANES, Lanes, Scalar};
+use super::lanes::{Avx2, Avx512, ScalarFma, Sse41};
+use super::lanes::{Base, Bf16, Elem, LANES, Lanes};
 use super::math;
 use crate::dtype::KvDType;
 use std::ops::Range;
@@ -219,9 +219,9 @@ macro_rules! tier {
     };
 }
 
-tier!(SCALAR, scalar, Scalar, "", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
+tier!(SCALAR, scalar, Base, "", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
 #[cfg(target_arch = "x86_64")]
-tier!(SCALAR_FMA, scalar_fma, Scalar, "fma", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
+tier!(SCALAR_FMA, scalar_fma, ScalarFma, "fma", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
 // Four registers a vector, and a multiply-add needs several more: one row at a time loses nothing.
 #[cfg(target_arch = "x86_64")]
 tier!(SSE41, sse41, Sse41, "ssse3,sse4.1", 1: 1, 1; 2: 1, 1; 4: 1, 1;);

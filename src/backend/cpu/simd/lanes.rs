@@ -5,7 +5,7 @@
 //! functions that enable the tier's instructions; on their own they would be calls.
 #![allow(unsafe_code)]
 
-use super::f16;
+use super::{f16, fused};
 
 /// Lanes of a vector.
 pub(in super::super) const LANES: usize = 16;
@@ -35,7 +35,7 @@ pub(super) trait Lanes: Copy {
     /// The same of single values.
     #[inline(always)]
     fn fma_one(a: f32, b: f32, c: f32) -> f32 {
-        a.mul_add(b, c)
+        fused::fma::<true>(a, b, c)
     }
     /// `if self > o { self } else { o }`: a NaN on either side gives `o`.
     fn max(self, o: Self) -> Self;
@@ -173,18 +173,24 @@ impl Elem for Bf16 {
     }
 }
 
-/// The truth: plain Rust.
+/// The truth: plain Rust. `FUSED`: with fused multiply-adds in hardware.
 #[derive(Clone, Copy)]
-pub(super) struct Scalar([f32; LANES]);
+pub(super) struct Scalar<const FUSED: bool>([f32; LANES]);
 
-impl Scalar {
+/// For every machine of the architecture.
+pub(super) type Base = Scalar<{ fused::EVERYWHERE }>;
+/// For those with FMA.
+#[cfg(target_arch = "x86_64")]
+pub(super) type ScalarFma = Scalar<true>;
+
+impl<const FUSED: bool> Scalar<FUSED> {
     #[inline(always)]
     fn zip(self, o: Self, f: impl Fn(f32, f32) -> f32) -> Self {
         Scalar(std::array::from_fn(|i| f(self.0[i], o.0[i])))
     }
 }
 
-impl Lanes for Scalar {
+impl<const FUSED: bool> Lanes for Scalar<FUSED> {
     #[inline(always)]
     fn splat(v: f32) -> Self {
         Scalar([v; LANES])
@@ -223,7 +229,11 @@ impl Lanes for Scalar {
     }
     #[inline(always)]
     fn fma(self, b: Self, c: Self) -> Self {
-        Scalar(std::array::from_fn(|i| self.0[i].mul_add(b.0[i], c.0[i])))
+        Scalar(std::array::from_fn(|i| fused::fma::<FUSED>(self.0[i], b.0[i], c.0[i])))
+    }
+    #[inline(always)]
+    fn fma_one(a: f32, b: f32, c: f32) -> f32 {
+        fused::fma::<FUSED>(a, b, c)
     }
     #[inline(always)]
     fn max(self, o: Self) -> Self {

@@ -23,17 +23,7 @@ macro_rules! each {
     };
 }
 
-/// `a * b + c` with one rounding.
-///
-/// ```text
-/// p = a * b             exact in doubles: 24 + 24 bits
-/// s + e = p + c         s rounded, e what the rounding left (Knuth's TwoSum)
-/// t = s rounded to odd  towards zero instead, and the last bit set where that was not exact
-/// t as f32              the only rounding that counts
-/// ```
-///
-/// A double has more than two bits over what an f32 keeps, subnormal ones included, so the odd last bit says on which side of
-/// a tie the exact sum lies. Where there is a NaN or an infinity, `e` is NaN and `s` is taken as it is.
+/// `a * b + c` with one rounding: [`fused`](super::super::fused), twice two lanes.
 #[inline(always)]
 pub(in super::super) fn fma(a: __m128, b: __m128, c: __m128) -> __m128 {
     #[inline(always)]
@@ -43,6 +33,7 @@ pub(in super::super) fn fma(a: __m128, b: __m128, c: __m128) -> __m128 {
             let s = _mm_add_pd(p, c);
             let back = _mm_sub_pd(s, p);
             let e = _mm_add_pd(_mm_sub_pd(p, _mm_sub_pd(s, back)), _mm_sub_pd(c, back));
+            // False where `e` is NaN.
             let inexact = _mm_castpd_si128(_mm_cmplt_pd(_mm_setzero_pd(), _mm_andnot_pd(_mm_set1_pd(-0.0), e)));
             let signs = _mm_srai_epi32::<31>(_mm_castpd_si128(_mm_xor_pd(s, e)));
             // -1 where the rounding went away from zero.
@@ -242,110 +233,5 @@ impl Lanes for Sse41 {
                 }
             }
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::backend::cpu::simd::Tier;
-    use crate::backend::cpu::synthetic::Rng;
-
-    enable!(
-        "ssse3,sse4.1",
-        fn emulated(a: &[f32; LANES], b: &[f32; LANES], c: &[f32; LANES]) -> [f32; LANES] {
-            Sse41::load(a).fma(Sse41::load(b), Sse41::load(c)).array()
-        }
-    );
-
-    /// Against `mul_add`, which is one instruction or a library's exact call.
-    fn check(what: &str, mut triple: impl FnMut() -> [f32; 3], count: usize) {
-        for _ in 0..count / LANES {
-            let triples: [[f32; 3]; LANES] = std::array::from_fn(|_| triple());
-            let [a, b, c] = [0, 1, 2].map(|i| triples.map(|t| t[i]));
-            // SAFETY: the caller has seen the tier.
-            let got = unsafe { emulated(&a, &b, &c) };
-            for (got, [a, b, c]) in got.into_iter().zip(triples) {
-                let want = a.mul_add(b, c);
-                let same = got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan();
-                assert!(same, "{what}: {a:e} * {b:e} + {c:e} is {want:e}, not {got:e}");
-            }
-        }
-    }
-
-    /// A number of this exponent, 0 being that of subnormals, with a few bits set at one end or both.
-    fn number(rng: &mut Rng, exponent: i32) -> f32 {
-        let bits = rng.bits();
-        let man = match bits >> 28 & 3 {
-            0 => bits & 0x7f_ffff,
-            1 => bits & 7,
-            2 => 0x7f_ffff - (bits & 7),
-            _ => (bits & 7) << 20 | bits >> 4 & 7,
-        };
-        f32::from_bits(bits & 1 << 31 | (exponent.clamp(0, 254) as u32) << 23 | man)
-    }
-
-    #[test]
-    fn fma_without_the_instruction_rounds_once() {
-        if Tier::named("sse41").is_err() {
-            return println!("skipped: no SSE4.1");
-        }
-        let tiny = f32::from_bits(1);
-        let special = [
-            [0.0, tiny, f32::from_bits(0x7f_ffff), f32::MIN_POSITIVE],
-            [1.0, 1.5, f32::MAX, f32::INFINITY],
-            [f32::NAN, f32::EPSILON, 16_777_215.0, 1.0 - f32::EPSILON / 2.0],
-        ];
-        let special: Vec<f32> = special.into_iter().flatten().flat_map(|v| [v, -v]).collect();
-        let n = special.len();
-        let mut i = 0;
-        let each = || {
-            i += 1;
-            [special[i % n], special[i / n % n], special[i / (n * n) % n]]
-        };
-        check("special", each, n * n * n + LANES);
-
-        let mut rng = Rng(1);
-        check("any bits", || [0; 3].map(|_| f32::from_bits(rng.bits())), 1 << 20);
-        // A product of which the addend is anything from all to nothing, results subnormal and infinite ones included.
-        check(
-            "any distance",
-            || {
-                let (a, b, apart) = (rng.bits() % 255, rng.bits() % 255, rng.bits() % 120);
-                let at = a as i32 + b as i32 - 127;
-                [number(&mut rng, a as i32), number(&mut rng, b as i32), number(&mut rng, at + apart as i32 - 60)]
-            },
-            1 << 21,
-        );
-        // The product is half a unit in the addend's last place, or nearly, so that the sum is a tie or nearly one; also
-        // where the addend is subnormal, or nearly infinite.
-        check(
-            "the addend's ties",
-            || {
-                let c = if rng.bits() & 1 == 0 { rng.bits() % 4 } else { rng.bits() % 255 };
-                let at = c.max(1) as i32 - 24;
-                let a = (rng.bits() % 250) as i32;
-                [number(&mut rng, a), number(&mut rng, at + 127 - a), number(&mut rng, c as i32)]
-            },
-            1 << 21,
-        );
-        // The product of 12 and 13 bits is a tie, or one of up to 48 bits in the subnormal range; the addend breaks it or not.
-        check(
-            "the product's ties",
-            || {
-                let (x, y) = (rng.bits() >> 20 | 0x801, rng.bits() >> 19 | 0x1001);
-                let (e, f) = (rng.bits() as i32 % 70, rng.bits() as i32 % 90);
-                let power = |n: i32| f64::from(n).exp2();
-                let (a, b) = ((f64::from(x) * power(e)) as f32, (f64::from(y) * power(-e - 24 * (f.rem_euclid(8)))) as f32);
-                let c = match rng.bits() & 3 {
-                    0 => 0.0,
-                    1 => tiny,
-                    2 => -tiny,
-                    _ => (f64::from(a) * f64::from(b) * power(-24 - f.rem_euclid(70))) as f32,
-                };
-                [a, if rng.bits() & 1 == 0 { b } else { -b }, c]
-            },
-            1 << 21,
-        );
     }
 }

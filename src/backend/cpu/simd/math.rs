@@ -116,15 +116,15 @@ const EXP_LEAST: f32 = -105.0;
 
 #[cfg(test)]
 mod tests {
-    use super::super::lanes::{LANES, Lanes, Scalar};
+    use super::super::lanes::{Base, LANES, Lanes};
     use super::*;
 
     /// Over a grid of `n` steps, the largest error in units of the last place of the true value.
-    fn worst(f: fn(Scalar) -> Scalar, truth: fn(f64) -> f64, from: f32, to: f32, n: usize) -> f64 {
+    fn worst(f: fn(Base) -> Base, truth: fn(f64) -> f64, from: f32, to: f32, n: usize) -> f64 {
         let mut worst = 0.0f64;
         for chunk in 0..n / LANES {
             let x: [f32; LANES] = std::array::from_fn(|i| from + (to - from) * ((chunk * LANES + i) as f32 / n as f32));
-            for (x, y) in x.iter().zip(f(Scalar::load(&x)).array()) {
+            for (x, y) in x.iter().zip(f(Base::load(&x)).array()) {
                 let want = truth(f64::from(*x));
                 let near = (want as f32).abs().max(f32::MIN_POSITIVE);
                 let ulp = f64::from(f32::from_bits(near.to_bits() + 1)) - f64::from(near);
@@ -134,13 +134,13 @@ mod tests {
         worst
     }
 
-    fn one(f: fn(Scalar) -> Scalar, x: f32) -> f32 {
-        f(Scalar::splat(x)).array()[0]
+    fn one(f: fn(Base) -> Base, x: f32) -> f32 {
+        f(Base::splat(x)).array()[0]
     }
 
     #[test]
     fn errors_stay_in_bounds() {
-        type Case = (&'static str, fn(Scalar) -> Scalar, fn(f64) -> f64, f32, f32, f64);
+        type Case = (&'static str, fn(Base) -> Base, fn(f64) -> f64, f32, f32, f64);
         let cases: [Case; 11] = [
             ("exp2", exp2, f64::exp2, -126.0, 0.0, 1.0),
             ("exp2", exp2, f64::exp2, -2.0, 127.0, 1.0),
@@ -176,7 +176,7 @@ mod tests {
     fn extremes_have_their_limits() {
         let inf = f32::INFINITY;
         for (f, x, y) in [
-            (exp2 as fn(Scalar) -> Scalar, 0.0, 1.0),
+            (exp2 as fn(Base) -> Base, 0.0, 1.0),
             (exp2, -inf, 0.0),
             (exp2, -1e30, 0.0),
             (exp, inf, inf),
@@ -207,7 +207,7 @@ mod tests {
         }
         assert!(one(exp, -103.0) > 0.0, "subnormal results are kept");
         assert!(one(tanh, -0.0).is_sign_negative() && one(erf, -0.0).is_sign_negative());
-        for f in [exp2 as fn(Scalar) -> Scalar, exp, tanh, erf, sigmoid, silu, gelu, gelu_tanh, relu] {
+        for f in [exp2 as fn(Base) -> Base, exp, tanh, erf, sigmoid, silu, gelu, gelu_tanh, relu] {
             assert!(one(f, f32::NAN).is_nan());
         }
     }

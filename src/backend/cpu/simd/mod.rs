@@ -9,6 +9,7 @@ macro_rules! enable {
 
 mod attention;
 mod f16;
+mod fused;
 mod lanes;
 mod linear;
 mod math;
@@ -20,6 +21,7 @@ pub(super) use linear::{Input, LinearFns, Product, Products};
 pub(super) use vector::VectorKernels;
 
 use crate::error::ConfigError;
+use std::ffi::OsString;
 
 /// The kernels of one instruction set.
 pub(super) struct Tier {
@@ -44,17 +46,41 @@ impl Tier {
         Self::available().last().expect("the scalar tier runs everywhere")
     }
 
+    /// The tier of that name; without one, that of [`ENVIRONMENT`]'s, or the fastest.
+    ///
+    /// # Errors
+    /// [`ConfigError::Invalid`] where there is none of that name, or this machine lacks its instructions.
+    pub(super) fn choose(name: Option<&str>) -> Result<&'static Tier, ConfigError> {
+        Self::chosen(name, std::env::var_os(ENVIRONMENT))
+    }
+
+    fn chosen(name: Option<&str>, environment: Option<OsString>) -> Result<&'static Tier, ConfigError> {
+        match (name, environment) {
+            (Some(name), _) => Self::find("tier", name),
+            (None, Some(name)) if !name.is_empty() => Self::find(ENVIRONMENT, &name.to_string_lossy()),
+            _ => Ok(Self::best()),
+        }
+    }
+
     /// The tier of that name.
     ///
     /// # Errors
     /// [`ConfigError::Invalid`] where there is none, or this machine lacks its instructions.
+    #[cfg(test)]
     pub(super) fn named(name: &str) -> Result<&'static Tier, ConfigError> {
+        Self::find("tier", name)
+    }
+
+    fn find(field: &str, name: &str) -> Result<&'static Tier, ConfigError> {
         Self::available().find(|t| t.name == name).ok_or_else(|| {
             let names: Vec<_> = Self::available().map(|t| t.name).collect();
-            ConfigError::invalid("tier", format!("one that this machine runs: {}", names.join(", ")), name)
+            ConfigError::invalid(field, format!("one that this machine runs: {}", names.join(", ")), name)
         })
     }
 }
+
+/// The variable that names the tier of a backend whose options name none. The only one that the library reads.
+pub(super) const ENVIRONMENT: &str = "LOQUAT_CPU";
 
 /// A tier, and whether this machine has its instructions.
 type Entry = (&'static Tier, fn() -> bool);
@@ -82,7 +108,7 @@ static TIERS: &[Entry] = &[
 ];
 
 static SCALAR: Tier = Tier { name: "scalar", linear: &linear::SCALAR, attention: &attention::SCALAR, vector: &vector::SCALAR };
-/// The scalar code, compiled for machines with FMA: `mul_add` is a slow call without.
+/// The scalar code, compiled for machines with FMA.
 #[cfg(target_arch = "x86_64")]
 static SCALAR_FMA: Tier =
     Tier { name: "scalar", linear: &linear::SCALAR_FMA, attention: &attention::SCALAR_FMA, vector: &vector::SCALAR_FMA };
@@ -151,5 +177,23 @@ mod tests {
         assert_eq!(Tier::available().next().unwrap().name, "scalar");
         let error = Tier::named("avx1024").err().unwrap().to_string();
         assert!(error.contains("avx1024") && error.contains(Tier::best().name), "{error}");
+    }
+
+    #[test]
+    fn options_come_before_the_environment() {
+        let choose = |name: Option<&str>, environment: Option<&str>| {
+            Tier::chosen(name, environment.map(OsString::from)).map(|t| t.name).map_err(|e| e.to_string())
+        };
+        let best = Tier::best().name;
+        assert_eq!(choose(None, None).unwrap(), best);
+        assert_eq!(choose(None, Some("")).unwrap(), best);
+        assert_eq!(choose(None, Some("scalar")).unwrap(), "scalar");
+        assert_eq!(choose(Some(best), Some("scalar")).unwrap(), best);
+        assert_eq!(choose(Some("scalar"), Some("avx1024")).unwrap(), "scalar");
+        let error = choose(None, Some("avx1024")).unwrap_err();
+        assert!(error.contains(ENVIRONMENT) && error.contains("avx1024") && error.contains(best), "{error}");
+        // A tier of another architecture is none of this machine's.
+        let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
+        assert!(choose(Some(foreign), None).is_err());
     }
 }

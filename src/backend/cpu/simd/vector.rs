@@ -6,8 +6,8 @@
 #[cfg(target_arch = "aarch64")]
 use super::lanes::Neon;
 #[cfg(target_arch = "x86_64")]
-use super::lanes::{Avx2, Avx512, Sse41};
-use super::lanes::{LANES, Lanes, Scalar};
+use super::lanes::{Avx2, Avx512, ScalarFma, Sse41};
+use super::lanes::{Base, LANES, Lanes};
 use super::math;
 use crate::arch::{Activation, Glu, NormKind, NormSpec, RopeStyle};
 
@@ -205,9 +205,9 @@ macro_rules! tier {
     };
 }
 
-tier!(SCALAR, scalar, Scalar, "");
+tier!(SCALAR, scalar, Base, "");
 #[cfg(target_arch = "x86_64")]
-tier!(SCALAR_FMA, scalar_fma, Scalar, "fma");
+tier!(SCALAR_FMA, scalar_fma, ScalarFma, "fma");
 #[cfg(target_arch = "x86_64")]
 tier!(SSE41, sse41, Sse41, "ssse3,sse4.1");
 #[cfg(target_arch = "aarch64")]

@@ -11,12 +11,13 @@
 //!
 //! and for plain weights `acc = fma(w, x, acc)` for k ascending.
 //!
-//! Without an FMA instruction `mul_add` is an exact but slow call. So all of it is compiled once more with `fma` enabled,
-//! and x86 machines that have it take that.
+//! Without an FMA instruction a fused multiply-add takes ten others. So all of it is compiled once more with `fma` enabled, and
+//! x86 machines that have it take that.
 
 use super::{Job, LinearFns, Rows, Tile};
 use crate::backend::cpu::acts::{MAGIC_BITS, WORDS, put_head, quantize_block};
 use crate::backend::cpu::panel::{LANES, Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero, f16_at, scale_and_min};
+use crate::backend::cpu::simd::fused::{EVERYWHERE, fma};
 use core::ops::Range;
 use half::bf16;
 
@@ -74,7 +75,7 @@ pub(super) fn quantize(rows: &Rows<'_>, blocks: Range<usize>, out: &mut [u32]) {
 /// As [`LinearFns::panel`].
 unsafe fn quant_base<Q: Quant>(job: &Job<'_>) {
     // SAFETY: passed on.
-    unsafe { quant::<Q>(job) }
+    unsafe { quant::<Q, EVERYWHERE>(job) }
 }
 
 /// # Safety
@@ -83,14 +84,14 @@ unsafe fn quant_base<Q: Quant>(job: &Job<'_>) {
 #[target_feature(enable = "fma")]
 unsafe fn quant_fma<Q: Quant>(job: &Job<'_>) {
     // SAFETY: passed on.
-    unsafe { quant::<Q>(job) }
+    unsafe { quant::<Q, true>(job) }
 }
 
 /// # Safety
 /// As [`LinearFns::panel`].
 unsafe fn plain_base<P: Plain>(job: &Job<'_>) {
     // SAFETY: passed on.
-    unsafe { plain::<P>(job) }
+    unsafe { plain::<P, EVERYWHERE>(job) }
 }
 
 /// # Safety
@@ -99,13 +100,13 @@ unsafe fn plain_base<P: Plain>(job: &Job<'_>) {
 #[target_feature(enable = "fma")]
 unsafe fn plain_fma<P: Plain>(job: &Job<'_>) {
     // SAFETY: passed on.
-    unsafe { plain::<P>(job) }
+    unsafe { plain::<P, true>(job) }
 }
 
 /// # Safety
 /// As [`LinearFns::panel`].
 #[inline(always)]
-unsafe fn quant<Q: Quant>(job: &Job<'_>) {
+unsafe fn quant<Q: Quant, const FUSED: bool>(job: &Job<'_>) {
     assert!(job.w.len() == job.blocks * Q::BYTES, "whole blocks");
     for tile in job.tiles.clone().map(|i| job.tile(i)) {
         for r in 0..tile.rows {
@@ -117,9 +118,9 @@ unsafe fn quant<Q: Quant>(job: &Job<'_>) {
                     let words = &tile.act[((job.first + b) * Q::SUBS + j) * WORDS * tile.rows..][..WORDS * tile.rows];
                     let sub = &block[Q::HEAD + j * Q::SUB..][..Q::SUB];
                     if Q::TWO {
-                        step_two::<Q>(block, sub, words, tile.rows, r, &mut acc);
+                        step_two::<Q, FUSED>(block, sub, words, tile.rows, r, &mut acc);
                     } else {
-                        step::<Q>(block, sub, words, tile.rows, r, &mut acc);
+                        step::<Q, FUSED>(block, sub, words, tile.rows, r, &mut acc);
                     }
                 }
             }
@@ -129,7 +130,7 @@ unsafe fn quant<Q: Quant>(job: &Job<'_>) {
 }
 
 #[inline(always)]
-fn step<Q: Quant>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
+fn step<Q: Quant, const FUSED: bool>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
     let word = |i: usize| words[i * rows + r];
     let init = match Q::ZERO {
         Zero::None => 0,
@@ -154,18 +155,18 @@ fn step<Q: Quant>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize
     let (scale_x, sum_x) = (f32::from_bits(word(0)), f32::from_bits(word(1)));
     for (n, (acc, dot)) in acc.iter_mut().zip(dot).enumerate() {
         let (scale, min) = scale_and_min::<Q>(block, sub, n, 0);
-        *acc = (dot as f32 * scale).mul_add(scale_x, *acc);
+        *acc = fma::<FUSED>(dot as f32 * scale, scale_x, *acc);
         match Q::MIN {
             Min::None => {}
-            Min::Plus => *acc = min.mul_add(sum_x, *acc),
-            Min::Minus => *acc = (-min).mul_add(sum_x, *acc),
+            Min::Plus => *acc = fma::<FUSED>(min, sum_x, *acc),
+            Min::Minus => *acc = fma::<FUSED>(-min, sum_x, *acc),
         }
     }
 }
 
 /// As [`step`], with a scale for each half of k.
 #[inline(always)]
-fn step_two<Q: Quant>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
+fn step_two<Q: Quant, const FUSED: bool>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
     let word = |i: usize| words[i * rows + r];
     let q = &sub[Q::SUB_HEAD..];
     for half in 0..2 {
@@ -184,7 +185,7 @@ fn step_two<Q: Quant>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: u
         let scale_x = f32::from_bits(word(0));
         for (n, (acc, dot)) in acc.iter_mut().zip(dot).enumerate() {
             let (scale, _) = scale_and_min::<Q>(block, sub, n, half);
-            *acc = (dot as f32 * scale).mul_add(scale_x, *acc);
+            *acc = fma::<FUSED>(dot as f32 * scale, scale_x, *acc);
         }
     }
 }
@@ -229,7 +230,7 @@ impl Plain for BF16 {
 /// # Safety
 /// As [`LinearFns::panel`].
 #[inline(always)]
-unsafe fn plain<P: Plain>(job: &Job<'_>) {
+unsafe fn plain<P: Plain, const FUSED: bool>(job: &Job<'_>) {
     assert!(job.w.len() == job.blocks * P::BYTES, "whole blocks");
     for tile in job.tiles.clone().map(|i| job.tile(i)) {
         for r in 0..tile.rows {
@@ -240,7 +241,7 @@ unsafe fn plain<P: Plain>(job: &Job<'_>) {
             for (block, x) in job.w.chunks_exact(P::BYTES).zip(x) {
                 let x = f32::from_bits(x[r]);
                 for (n, acc) in acc.iter_mut().enumerate() {
-                    *acc = P::at(block, n).mul_add(x, *acc);
+                    *acc = fma::<FUSED>(P::at(block, n), x, *acc);
                 }
             }
             y.copy_from_slice(&acc[..y.len()]);
