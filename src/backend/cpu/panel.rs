@@ -88,6 +88,23 @@ pub(super) trait Quant: 'static {
     const MIN: Min;
     /// A sub-block has two signed 8-bit scales, one for each half of its k, and no minimum.
     const TWO: bool = false;
+    /// So many products of a pair of signed bytes add up in an i16: the largest quant, 127 and 2 of each pair.
+    const FIT: usize = match Self::ZERO {
+        Zero::Top => {
+            if Self::TWO {
+                4
+            } else {
+                1
+            }
+        }
+        _ => {
+            if Self::WIDE {
+                4
+            } else {
+                8
+            }
+        }
+    };
 
     /// Bytes before the first sub-block: f16 scales, then f16 minima where there are any.
     const HEAD: usize = if matches!(Self::MIN, Min::None) { 64 } else { 128 };

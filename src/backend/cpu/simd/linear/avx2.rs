@@ -1,8 +1,15 @@
-//! AVX2 with FMA and F16C: 8 outputs (a quarter of a panel) by up to four rows. Same panels, same order, same bits.
+//! AVX2 with FMA and F16C. Same panels, same order, same bits.
 //!
-//! Unsigned quants: `maddubs` sums fit an i16 for a while (eight with nibbles: 8 * 2 * 15 * 128 = 30720; four with five
-//! bits: 4 * 2 * 31 * 128 = 31744), and one `madd` then widens them all. With zero-point 128 the quants are signed, so the
-//! sign moves to the activation (2 * 128 * 127 = 32512 fits: an activation is never -128) and every group is widened.
+//! Quantised: the weights of 8 outputs (a quarter of a panel) by 32 k are unpacked into 8 registers, and all rows of a tile
+//! pass over them; their sums lie in memory, one load and store for 256 products. So weights stream once, in order, whatever
+//! the number of rows. `maddubs` sums of unsigned quants fit an i16 for a while ([`Quant::FIT`]), and one `madd` then widens
+//! them all. With zero-point 128 quants are signed, so the sign moves to the activation (which is never -128).
+//!
+//! Plain: sums stay in registers, R rows by 16 or 32 outputs. Half of a panel at a time goes over [`PASS`] k.
+//!
+//! A block's words lie row after row here: `[r][WORDS]`.
+// Several arrays of registers go in step; iterators over them cost spills.
+#![allow(clippy::needless_range_loop)]
 
 use super::{Job, LinearFns, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
@@ -11,8 +18,8 @@ use core::arch::x86_64::*;
 use core::ops::Range;
 
 pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
-    rows_quant: 4,
-    rows_plain: 4,
+    rows_quant: MANY,
+    rows_plain: 6,
     quantize,
     panel: [
         plain_job::<F32>,
@@ -32,22 +39,25 @@ const F32: u8 = 0;
 const F16: u8 = 1;
 const BF16: u8 = 2;
 
+/// The most rows in a tile: their sums take 8 KiB, a block's activations 3 KiB.
+const MANY: usize = 64;
+/// Where clearing room for [`MANY`] would be felt.
+const FEW: usize = 8;
+
 /// # Safety
 /// As [`LinearFns::panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn quant_job<Q: Quant>(job: &Job<'_>) {
     for i in job.tiles.clone() {
-        let tile = &job.tile(i);
-        for quarter in 0..job.lanes.div_ceil(8) {
-            // SAFETY: passed on.
-            unsafe {
-                match tile.rows {
-                    1 => quant::<Q, 1>(job, tile, quarter),
-                    2 => quant::<Q, 2>(job, tile, quarter),
-                    3 => quant::<Q, 3>(job, tile, quarter),
-                    4 => quant::<Q, 4>(job, tile, quarter),
-                    _ => unreachable!("a tile has 1 to 4 rows"),
-                }
+        let (tile, first) = (&job.tile(i), i == job.tiles.start);
+        // SAFETY: passed on.
+        unsafe {
+            match tile.rows {
+                1 => quant::<Q, 1>(job, tile, first),
+                2 => quant::<Q, 2>(job, tile, first),
+                3 => quant::<Q, 3>(job, tile, first),
+                ..=FEW => quant::<Q, FEW>(job, tile, first),
+                _ => quant::<Q, MANY>(job, tile, first),
             }
         }
     }
@@ -56,152 +66,148 @@ unsafe fn quant_job<Q: Quant>(job: &Job<'_>) {
 /// # Safety
 /// As [`LinearFns::panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, quarter: usize) {
+unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, first: bool) {
+    let rows = if R < FEW { R } else { tile.rows };
+    assert!(rows <= R, "a tile has 1 to {MANY} rows");
     assert!(job.w.len() == job.blocks * Q::BYTES, "whole blocks");
-    assert!(tile.act.len() >= (job.first + job.blocks) * Q::SUBS * WORDS * R, "activations for all blocks");
+    assert!(tile.act.len() >= (job.first + job.blocks) * Q::SUBS * WORDS * rows, "activations for all blocks");
     // SAFETY: the blocks and their activations are there, as asserted; `y` is the caller's.
     unsafe {
-        let mut acc = load::<R>(job, tile, quarter);
-        let mut act = tile.act.as_ptr().add(job.first * Q::SUBS * R * WORDS);
+        let mut acc = [[_mm256_setzero_ps(); 4]; R];
+        load(job, tile, &mut acc[..rows]);
+        let mut act = tile.act.as_ptr().add(job.first * Q::SUBS * rows * WORDS);
         let mut w = job.w.as_ptr();
-        let first_touch = quarter == 0 && job.tiles.len() < 4;
         for _ in 0..job.blocks {
-            if first_touch {
+            if first {
                 ahead(w, Q::BYTES);
             }
-            let d = half_scale(w, quarter);
-            let m = if Q::MIN == Min::None { d } else { half_scale(w.add(64), quarter) };
             for j in 0..Q::SUBS {
                 let sub = w.add(Q::HEAD + j * Q::SUB);
-                let (scale, min) = match Q::SUBS {
-                    1 => (d, m),
-                    _ if Q::TWO => {
-                        let s = |half: usize| _mm256_mul_ps(d, signed_bytes(sub.add(32 * half + 8 * quarter)));
-                        step_two::<R>(sub.add(Q::SUB_HEAD), quarter, act, [s(0), s(1)], &mut acc);
-                        act = act.add(R * WORDS);
-                        continue;
-                    }
-                    _ => (_mm256_mul_ps(d, bytes(sub.add(8 * quarter))), _mm256_mul_ps(m, bytes(sub.add(32 + 8 * quarter)))),
-                };
-                step::<Q, R>(sub.add(Q::SUB_HEAD), quarter, act, scale, min, &mut acc);
-                act = act.add(R * WORDS);
+                for quarter in 0..4 {
+                    step::<Q, R>(w, sub, quarter, act, &mut acc, rows);
+                }
+                act = act.add(rows * WORDS);
             }
             w = w.add(Q::BYTES);
         }
-        store::<R>(job, tile, quarter, &acc);
+        store(job, tile, &acc[..rows]);
     }
 }
 
-/// One block of 32 k for 8 outputs and R rows.
+/// One block of 32 k for 8 outputs and all rows.
 ///
 /// # Safety
-/// `act` has `WORDS * R` words, `q` a sub-block's quants.
+/// `act` has `WORDS` words for each row, `w` is a block and `sub` its sub-block.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn step<Q: Quant, const R: usize>(
-    q: *const u8,
+    w: *const u8,
+    sub: *const u8,
     quarter: usize,
     act: *const u32,
-    scale: __m256,
-    min: __m256,
-    acc: &mut [__m256; R],
+    acc: &mut [[__m256; 4]; R],
+    rows: usize,
 ) {
     // SAFETY: by the contract.
     unsafe {
-        let x = act.add(4 * R);
-        let ones = _mm256_set1_epi16(1);
-        let magic = _mm256_set1_epi32(MAGIC_BITS);
-        let mut dot = [_mm256_setzero_si256(); R];
-        let (half, part) = (quarter / 2, quarter % 2);
-        let line = |lines: usize, l: usize| _mm256_load_si256(q.add((lines * half + l) * 64 + 32 * part).cast());
-        let word = |i: usize, r: usize| _mm256_set1_epi32(*x.add(i * R + r) as i32);
-        if Q::WIDE && matches!(Q::ZERO, Zero::Top) {
-            let flip = _mm256_set1_epi8(-128);
-            for g in 0..8 {
-                let w = _mm256_xor_si256(line(8, g), flip);
-                let abs = _mm256_abs_epi8(w);
-                for (r, dot) in dot.iter_mut().enumerate() {
-                    let v = _mm256_sign_epi8(word(g, r), w);
-                    *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(_mm256_maddubs_epi16(abs, v), ones));
-                }
-            }
-            for dot in &mut dot {
-                *dot = _mm256_add_epi32(*dot, magic);
-            }
-        } else if Q::WIDE {
-            let mut sums = [magic; R];
-            for four in 0..2 {
-                dot = [_mm256_setzero_si256(); R];
-                for g in 4 * four..4 * four + 4 {
-                    let w = line(8, g);
-                    for (r, dot) in dot.iter_mut().enumerate() {
-                        *dot = _mm256_add_epi16(*dot, _mm256_maddubs_epi16(w, word(g, r)));
-                    }
-                }
-                for (sum, dot) in sums.iter_mut().zip(dot) {
-                    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(dot, ones));
-                }
-            }
-            dot = sums;
+        let d = half_scale(w, quarter);
+        let (scales, min) = if Q::TWO {
+            let s = |half: usize| _mm256_mul_ps(d, signed_bytes(sub.add(32 * half + 8 * quarter)));
+            ([s(0), s(1)], d)
         } else {
-            let low = _mm256_set1_epi8(15);
-            for l in 0..4 {
-                let line = line(4, l);
-                let lo = _mm256_and_si256(line, low);
-                let hi = _mm256_and_si256(_mm256_srli_epi16::<4>(line), low);
-                for (r, dot) in dot.iter_mut().enumerate() {
-                    let (a, b) = (_mm256_maddubs_epi16(lo, word(l, r)), _mm256_maddubs_epi16(hi, word(4 + l, r)));
-                    *dot = _mm256_add_epi16(*dot, _mm256_add_epi16(a, b));
-                }
+            let m = if Q::MIN == Min::None { d } else { half_scale(w.add(64), quarter) };
+            if Q::SUBS == 1 {
+                ([d; 2], m)
+            } else {
+                let (s, m) = (_mm256_mul_ps(d, bytes(sub.add(8 * quarter))), _mm256_mul_ps(m, bytes(sub.add(32 + 8 * quarter))));
+                ([s; 2], m)
             }
-            for (r, dot) in dot.iter_mut().enumerate() {
-                let init = if matches!(Q::ZERO, Zero::Eight) { *act.add(2 * R + r) as i32 } else { MAGIC_BITS };
-                *dot = _mm256_add_epi32(_mm256_madd_epi16(*dot, ones), _mm256_set1_epi32(init));
-            }
-        }
+        };
         // MAGIC * scale is exact, so the fma gives dot * scale with its one rounding.
-        let magic = _mm256_mul_ps(scale, _mm256_set1_ps(-MAGIC));
-        for r in 0..R {
-            let t = _mm256_fmadd_ps(_mm256_castsi256_ps(dot[r]), scale, magic);
-            acc[r] = _mm256_fmadd_ps(t, _mm256_set1_ps(f32::from_bits(*act.add(r))), acc[r]);
-            let sum = || _mm256_set1_ps(f32::from_bits(*act.add(R + r)));
+        let magic = scales.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(-MAGIC)));
+        let q = unpack::<Q>(sub.add(Q::SUB_HEAD), quarter);
+        let abs = if matches!(Q::ZERO, Zero::Top) { q.map(|q| _mm256_abs_epi8(q)) } else { q };
+        for r in 0..rows {
+            let act = act.add(r * WORDS);
+            let scale_x = _mm256_set1_ps(f32::from_bits(*act));
+            let a = &mut acc[r][quarter];
+            let mut add = |dot: __m256i, half: usize| {
+                let t = _mm256_fmadd_ps(_mm256_castsi256_ps(dot), scales[half], magic[half]);
+                *a = _mm256_fmadd_ps(t, scale_x, *a);
+            };
+            if Q::TWO {
+                add(dot::<Q>(&q, &abs, act, 0, 4), 0);
+                add(dot::<Q>(&q, &abs, act, 4, 4), 1);
+            } else {
+                add(dot::<Q>(&q, &abs, act, 0, 8), 0);
+            }
+            let sum = || _mm256_set1_ps(f32::from_bits(*act.add(1)));
             match Q::MIN {
                 Min::None => {}
-                Min::Plus => acc[r] = _mm256_fmadd_ps(min, sum(), acc[r]),
-                Min::Minus => acc[r] = _mm256_fnmadd_ps(min, sum(), acc[r]),
+                Min::Plus => *a = _mm256_fmadd_ps(min, sum(), *a),
+                Min::Minus => *a = _mm256_fnmadd_ps(min, sum(), *a),
             }
         }
     }
 }
 
-/// As [`step`] for zero-point 128, with a scale for each half of k.
+/// The quants of 8 outputs, a vector for four k.
 ///
 /// # Safety
-/// `act` has `WORDS * R` words, `q` a sub-block's quants.
+/// `q` points to a sub-block's quants.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn step_two<const R: usize>(q: *const u8, quarter: usize, act: *const u32, scales: [__m256; 2], acc: &mut [__m256; R]) {
-    // SAFETY: by the contract.
-    unsafe {
-        let x = act.add(4 * R);
-        let (ones, flip) = (_mm256_set1_epi16(1), _mm256_set1_epi8(-128));
-        let (half, part) = (quarter / 2, quarter % 2);
-        for (k, scale) in scales.into_iter().enumerate() {
-            let mut dot = [_mm256_set1_epi32(MAGIC_BITS); R];
-            for g in 4 * k..4 * k + 4 {
-                let w = _mm256_xor_si256(_mm256_load_si256(q.add((8 * half + g) * 64 + 32 * part).cast()), flip);
-                let abs = _mm256_abs_epi8(w);
-                for (r, dot) in dot.iter_mut().enumerate() {
-                    let v = _mm256_sign_epi8(_mm256_set1_epi32(*x.add(g * R + r) as i32), w);
-                    *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(_mm256_maddubs_epi16(abs, v), ones));
-                }
-            }
-            let magic = _mm256_mul_ps(scale, _mm256_set1_ps(-MAGIC));
-            for r in 0..R {
-                let t = _mm256_fmadd_ps(_mm256_castsi256_ps(dot[r]), scale, magic);
-                acc[r] = _mm256_fmadd_ps(t, _mm256_set1_ps(f32::from_bits(*act.add(r))), acc[r]);
+unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize) -> [__m256i; 8] {
+    let (half, part) = (quarter / 2, quarter % 2);
+    let mut out = [_mm256_setzero_si256(); 8];
+    // SAFETY: by the contract; panels start on a cache line.
+    let line = |lines: usize, l: usize| unsafe { _mm256_load_si256(q.add((lines * half + l) * 64 + 32 * part).cast()) };
+    if Q::WIDE {
+        for g in 0..8 {
+            out[g] = line(8, g);
+            if matches!(Q::ZERO, Zero::Top) {
+                out[g] = _mm256_xor_si256(out[g], _mm256_set1_epi8(-128));
             }
         }
+    } else {
+        let low = _mm256_set1_epi8(15);
+        for l in 0..4 {
+            let line = line(4, l);
+            out[l] = _mm256_and_si256(line, low);
+            out[4 + l] = _mm256_and_si256(_mm256_srli_epi16::<4>(line), low);
+        }
+    }
+    out
+}
+
+/// The sum of the products of `count` vectors from `from` on with a row's activations, as the bits of an f32 plus [`MAGIC`].
+///
+/// # Safety
+/// `act` has `WORDS` words.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
+    // SAFETY: by the contract.
+    unsafe {
+        let word = |g: usize| _mm256_set1_epi32(*act.add(4 + g) as i32);
+        let product = |g: usize| match Q::ZERO {
+            Zero::Top => _mm256_maddubs_epi16(abs[g], _mm256_sign_epi8(word(g), q[g])),
+            _ => _mm256_maddubs_epi16(q[g], word(g)),
+        };
+        let ones = _mm256_set1_epi16(1);
+        let init = match Q::ZERO {
+            Zero::Eight => *act.add(2) as i32,
+            _ => MAGIC_BITS,
+        };
+        let mut sum = _mm256_set1_epi32(init);
+        for first in (from..from + count).step_by(Q::FIT) {
+            let mut part = product(first);
+            for g in first + 1..from + count.min(first - from + Q::FIT) {
+                part = _mm256_add_epi16(part, product(g));
+            }
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part, ones));
+        }
+        sum
     }
 }
 
@@ -209,52 +215,160 @@ unsafe fn step_two<const R: usize>(q: *const u8, quarter: usize, act: *const u32
 /// As [`LinearFns::panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn plain_job<const F: u8>(job: &Job<'_>) {
-    for i in job.tiles.clone() {
-        let tile = &job.tile(i);
-        for quarter in 0..job.lanes.div_ceil(8) {
-            // SAFETY: passed on.
-            unsafe {
-                match tile.rows {
-                    1 => plain::<F, 1>(job, tile, quarter),
-                    2 => plain::<F, 2>(job, tile, quarter),
-                    3 => plain::<F, 3>(job, tile, quarter),
-                    4 => plain::<F, 4>(job, tile, quarter),
-                    _ => unreachable!("a tile has 1 to 4 rows"),
+    let stride = if F == F32 { 128 } else { 64 };
+    assert!(job.w.len() == job.blocks * stride, "whole blocks");
+    // SAFETY: the weights are there, as asserted; the rest is passed on.
+    unsafe {
+        if F != F32 && job.tiles.len() >= 3 && job.blocks <= SPREAD {
+            let mut spread = Spread([0.0; 32 * SPREAD]);
+            for k in 0..job.blocks {
+                for quarter in 0..4 {
+                    _mm256_store_ps(
+                        spread.0.as_mut_ptr().add(32 * k + 8 * quarter),
+                        weights::<F>(job.w.as_ptr().add(stride * k), quarter),
+                    );
                 }
+            }
+            plain_tiles::<F32>(job, spread.0.as_ptr().cast(), false);
+        } else {
+            plain_tiles::<F>(job, job.w.as_ptr(), true);
+        }
+    }
+}
+
+/// k that are widened at once, where several tiles go over them: 24 KiB.
+const SPREAD: usize = 192;
+
+#[repr(C, align(64))]
+struct Spread([f32; 32 * SPREAD]);
+
+/// # Safety
+/// As [`LinearFns::panel`]; the weights are at `w`.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn plain_tiles<const F: u8>(job: &Job<'_>, w: *const u8, first: bool) {
+    for i in job.tiles.clone() {
+        let (tile, first) = (&job.tile(i), first && i == job.tiles.start);
+        // SAFETY: passed on.
+        unsafe {
+            match tile.rows {
+                1 => plain::<F, 1, 4>(job, tile, w, first),
+                2 => plain::<F, 2, 4>(job, tile, w, first),
+                3 => plain::<F, 3, 4>(job, tile, w, first),
+                4 => plain::<F, 4, 2>(job, tile, w, first),
+                5 => plain::<F, 5, 2>(job, tile, w, first),
+                6 => plain::<F, 6, 2>(job, tile, w, first),
+                _ => unreachable!("a tile has 1 to 6 rows"),
             }
         }
     }
 }
 
+/// `Q` quarters at a time.
+///
 /// # Safety
-/// As [`LinearFns::panel`].
+/// As [`LinearFns::panel`]; the weights are at `w`.
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn plain<const F: u8, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, quarter: usize) {
+unsafe fn plain<const F: u8, const R: usize, const Q: usize>(job: &Job<'_>, tile: &Tile<'_>, w: *const u8, first: bool) {
     let stride = if F == F32 { 128 } else { 64 };
-    assert!(job.w.len() == job.blocks * stride, "whole blocks");
     assert!(tile.act.len() >= (job.first + job.blocks) * R, "activations for all k");
     // SAFETY: as in `quant`.
     unsafe {
-        let mut acc = load::<R>(job, tile, quarter);
-        let mut x = tile.act.as_ptr().add(job.first * R);
-        let mut w = job.w.as_ptr();
-        let first_touch = quarter == 0 && job.tiles.len() < 4;
-        for _ in 0..job.blocks {
-            if first_touch {
-                ahead(w, stride);
+        let mut acc = [[_mm256_setzero_ps(); 4]; R];
+        load(job, tile, &mut acc);
+        for from in (0..job.blocks).step_by(PASS) {
+            let here = PASS.min(job.blocks - from);
+            let x = &tile.act[(job.first + from) * R..][..here * R];
+            for part in 0..4 / Q {
+                pass::<F, R, Q>(w.add(from * stride), x, part, first, &mut acc);
             }
-            let a = match F {
-                F16 => half_scale(w, quarter),
-                BF16 => brain(w, quarter),
-                _ => _mm256_load_ps(w.add(32 * quarter).cast()),
-            };
-            for (r, acc) in acc.iter_mut().enumerate() {
-                *acc = _mm256_fmadd_ps(a, _mm256_set1_ps(f32::from_bits(*x.add(r))), *acc);
+        }
+        store(job, tile, &acc);
+    }
+}
+
+/// Some k of R rows for `Q` quarters of a panel.
+///
+/// # Safety
+/// `x` has R values for each of the `32 * x.len() / R` weights at `w`.
+// In one function with all passes the compiler runs out of registers.
+#[inline(never)]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn pass<const F: u8, const R: usize, const Q: usize>(
+    w: *const u8,
+    x: &[u32],
+    part: usize,
+    first: bool,
+    acc: &mut [[__m256; 4]; R],
+) {
+    let stride = if F == F32 { 128 } else { 64 };
+    let mut sums = [[_mm256_setzero_ps(); Q]; R];
+    for r in 0..R {
+        for q in 0..Q {
+            sums[r][q] = acc[r][part * Q + q];
+        }
+    }
+    // SAFETY: by the contract.
+    unsafe {
+        let mut w = w;
+        for (k, x) in x.chunks_exact(R).enumerate() {
+            if first {
+                // Each pass names a part of the lines that the next ones read.
+                if Q == 4 {
+                    ahead(w, stride);
+                } else if F == F32 {
+                    ahead(w.wrapping_add(64 * part), 64);
+                } else if k % 2 == part {
+                    ahead(w, 64);
+                }
             }
-            x = x.add(R);
+            // Few registers are left: two weights and one value, or three values and one weight.
+            if Q == 2 {
+                let a: [__m256; 2] = [weights::<F>(w, 2 * part), weights::<F>(w, 2 * part + 1)];
+                for r in 0..R {
+                    let x = _mm256_set1_ps(f32::from_bits(x[r]));
+                    for q in 0..Q {
+                        sums[r][q] = _mm256_fmadd_ps(a[q], x, sums[r][q]);
+                    }
+                }
+            } else {
+                let mut xs = [_mm256_setzero_ps(); R];
+                for r in 0..R {
+                    xs[r] = _mm256_set1_ps(f32::from_bits(x[r]));
+                }
+                for q in 0..Q {
+                    let a = weights::<F>(w, part * Q + q);
+                    for r in 0..R {
+                        sums[r][q] = _mm256_fmadd_ps(a, xs[r], sums[r][q]);
+                    }
+                }
+            }
             w = w.add(stride);
         }
-        store::<R>(job, tile, quarter, &acc);
+    }
+    for r in 0..R {
+        for q in 0..Q {
+            acc[r][part * Q + q] = sums[r][q];
+        }
+    }
+}
+
+/// k in a pass over some of the outputs before the others': 8 KiB of f32.
+const PASS: usize = 64;
+
+/// Eight of a plain format's 32 weights at `w`.
+///
+/// # Safety
+/// 32 weights at `w`.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn weights<const F: u8>(w: *const u8, quarter: usize) -> __m256 {
+    // SAFETY: by the contract.
+    unsafe {
+        match F {
+            F16 => half_scale(w, quarter),
+            BF16 => brain(w, quarter),
+            _ => _mm256_load_ps(w.add(32 * quarter).cast()),
+        }
     }
 }
 
@@ -302,31 +416,34 @@ fn mask(lanes: usize, quarter: usize) -> __m256i {
     _mm256_cmpgt_epi32(_mm256_set1_epi32(left), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
+/// Where sums go on from: zero, or what is in `y`.
+///
 /// # Safety
 /// As [`LinearFns::panel`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn load<const R: usize>(job: &Job<'_>, tile: &Tile<'_>, quarter: usize) -> [__m256; R] {
-    let mut acc = [_mm256_setzero_ps(); R];
-    if job.first != 0 {
-        let mask = mask(job.lanes, quarter);
-        for (r, acc) in acc.iter_mut().enumerate() {
+unsafe fn load(job: &Job<'_>, tile: &Tile<'_>, acc: &mut [[__m256; 4]]) {
+    if job.first == 0 {
+        return;
+    }
+    for (r, acc) in acc.iter_mut().enumerate() {
+        for (quarter, acc) in acc.iter_mut().enumerate() {
             // SAFETY: masked to the lanes that exist.
-            *acc = unsafe { _mm256_maskload_ps(tile.y.wrapping_add(r * job.y_stride + 8 * quarter), mask) };
+            *acc = unsafe { _mm256_maskload_ps(tile.y.wrapping_add(r * job.y_stride + 8 * quarter), mask(job.lanes, quarter)) };
         }
     }
-    acc
 }
 
 /// # Safety
 /// As [`LinearFns::panel`].
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn store<const R: usize>(job: &Job<'_>, tile: &Tile<'_>, quarter: usize, acc: &[__m256; R]) {
-    let mask = mask(job.lanes, quarter);
+unsafe fn store(job: &Job<'_>, tile: &Tile<'_>, acc: &[[__m256; 4]]) {
     for (r, acc) in acc.iter().enumerate() {
-        // SAFETY: masked to the lanes that exist.
-        unsafe { _mm256_maskstore_ps(tile.y.wrapping_add(r * job.y_stride + 8 * quarter), mask, *acc) };
+        for (quarter, acc) in acc.iter().enumerate() {
+            // SAFETY: masked to the lanes that exist.
+            unsafe { _mm256_maskstore_ps(tile.y.wrapping_add(r * job.y_stride + 8 * quarter), mask(job.lanes, quarter), *acc) };
+        }
     }
 }
 
@@ -351,16 +468,13 @@ fn quantize(rows: &Rows<'_>, blocks: Range<usize>, out: &mut [u32]) {
             let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
             let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b01_00_11_10>(sum));
             let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b00_00_00_01>(sum));
-            put_head(words, n, r, scale, _mm_cvtsi128_si32(sum));
+            let words = &mut words[r * WORDS..][..WORDS];
+            put_head(words, 1, 0, scale, _mm_cvtsi128_si32(sum));
             // Packing interleaves the 128-bit halves: words 0 2 4 6 1 3 5 7 come out in order.
             let q = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
             let q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-            let mut q_words = [0u32; 8];
-            // SAFETY: 32 bytes.
-            unsafe { _mm256_storeu_si256(q_words.as_mut_ptr().cast(), q) };
-            for (g, word) in q_words.into_iter().enumerate() {
-                words[(4 + g) * n + r] = word;
-            }
+            // SAFETY: 32 bytes after the four words.
+            unsafe { _mm256_storeu_si256(words[4..].as_mut_ptr().cast(), q) };
         }
     }
 }
