@@ -89,6 +89,7 @@ pub(super) trait Quant: 'static {
     /// A sub-block has two signed 8-bit scales, one for each half of its k, and no minimum.
     const TWO: bool = false;
     /// So many products of a pair of signed bytes add up in an i16: the largest quant, 127 and 2 of each pair.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     const FIT: usize = match Self::ZERO {
         Zero::Top => {
             if Self::TWO {

@@ -112,7 +112,7 @@ impl Lanes for Neon {
         fn quarter(p: float32x4_t, n: float32x4_t) -> float32x4_t {
             with!(vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(p), vshlq_n_s32::<23>(vcvtnq_s32_f32(n)))))
         }
-        each!(quarter, self, n)
+        Neon(quarter(self.0, n.0), quarter(self.1, n.1), quarter(self.2, n.2), quarter(self.3, n.3))
     }
     #[inline(always)]
     fn abs(self) -> Self {

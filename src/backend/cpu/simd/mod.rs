@@ -104,6 +104,8 @@ static TIERS: &[Entry] = &[
     #[cfg(target_arch = "x86_64")]
     (&AVX2, has_avx2),
     #[cfg(target_arch = "x86_64")]
+    (&AVXVNNI, has_avxvnni),
+    #[cfg(target_arch = "x86_64")]
     (&AVX512, has_avx512),
 ];
 
@@ -122,6 +124,8 @@ static I8MM: Tier = Tier { name: "i8mm", linear: &linear::I8MM, ..NEON };
 static SSE41: Tier = Tier { name: "sse41", linear: &linear::SSE41, attention: &attention::SSE41, vector: &vector::SSE41 };
 #[cfg(target_arch = "x86_64")]
 static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2, attention: &attention::AVX2, vector: &vector::AVX2 };
+#[cfg(target_arch = "x86_64")]
+static AVXVNNI: Tier = Tier { name: "avxvnni", linear: &linear::AVXVNNI, ..AVX2 };
 #[cfg(target_arch = "x86_64")]
 static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512, attention: &attention::AVX512, vector: &vector::AVX512 };
 
@@ -153,6 +157,12 @@ fn has_sse41() -> bool {
 #[cfg(target_arch = "x86_64")]
 fn has_avx2() -> bool {
     is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+}
+
+/// Kernels of the tier may enable what `avx2` has, and write `vpdpbusd` in its VEX encoding.
+#[cfg(target_arch = "x86_64")]
+fn has_avxvnni() -> bool {
+    has_avx2() && is_x86_feature_detected!("avxvnni")
 }
 
 /// Kernels of the tier may enable `avx512f,avx512bw,avx512vl,avx512vnni` and what `avx2` has.

@@ -5,6 +5,9 @@
 //! the number of rows. `maddubs` sums of unsigned quants fit an i16 for a while ([`Quant::FIT`]), and one `madd` then widens
 //! them all. With zero-point 128 quants are signed, so the sign moves to the activation (which is never -128).
 //!
+//! AVX-VNNI multiplies and adds four bytes at once: nothing overflows, and quants with zero-point 128 stay as they are stored,
+//! since what is too much is taken out where the sum starts. Of half a block that is not known, so there the sign moves.
+//!
 //! Plain: sums stay in registers, R rows by 16 or 32 outputs. Half of a panel at a time goes over [`PASS`] k.
 //!
 //! A block's words lie row after row here: `[r][WORDS]`.
@@ -14,26 +17,37 @@
 use super::{Job, LinearFns, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
 use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
+use core::arch::asm;
 use core::arch::x86_64::*;
+use core::marker::PhantomData;
 use core::ops::Range;
 
-pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
-    rows_quant: MANY,
-    rows_plain: 6,
-    quantize,
-    panel: [
-        plain_job::<F32>,
-        plain_job::<F16>,
-        plain_job::<BF16>,
-        quant_job::<Q8_0>,
-        quant_job::<Q4_0>,
-        quant_job::<Q4_1>,
-        quant_job::<Q4K>,
-        quant_job::<Q5_1>,
-        quant_job::<Q5K>,
-        quant_job::<Q6K>,
-    ],
-};
+pub(in crate::backend::cpu) static LINEAR: LinearFns = table::<Pairs>();
+/// The same with AVX-VNNI.
+pub(in crate::backend::cpu) static LINEAR_VNNI: LinearFns = table::<Fours<Vnni>>();
+/// The same code on processors without.
+#[cfg(test)]
+pub(super) static LINEAR_EMULATED: LinearFns = table::<Fours<Emulated>>();
+
+const fn table<D: Dot>() -> LinearFns {
+    LinearFns {
+        rows_quant: MANY,
+        rows_plain: 6,
+        quantize,
+        panel: [
+            plain_job::<F32>,
+            plain_job::<F16>,
+            plain_job::<BF16>,
+            quant_job::<Q8_0, D>,
+            quant_job::<Q4_0, D>,
+            quant_job::<Q4_1, D>,
+            quant_job::<Q4K, D>,
+            quant_job::<Q5_1, D>,
+            quant_job::<Q5K, D>,
+            quant_job::<Q6K, D>,
+        ],
+    }
+}
 
 const F32: u8 = 0;
 const F16: u8 = 1;
@@ -47,17 +61,17 @@ const FEW: usize = 8;
 /// # Safety
 /// As [`LinearFns::panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn quant_job<Q: Quant>(job: &Job<'_>) {
+unsafe fn quant_job<Q: Quant, D: Dot>(job: &Job<'_>) {
     for i in job.tiles.clone() {
         let (tile, first) = (&job.tile(i), i == job.tiles.start);
         // SAFETY: passed on.
         unsafe {
             match tile.rows {
-                1 => quant::<Q, 1>(job, tile, first),
-                2 => quant::<Q, 2>(job, tile, first),
-                3 => quant::<Q, 3>(job, tile, first),
-                ..=FEW => quant::<Q, FEW>(job, tile, first),
-                _ => quant::<Q, MANY>(job, tile, first),
+                1 => quant::<Q, D, 1>(job, tile, first),
+                2 => quant::<Q, D, 2>(job, tile, first),
+                3 => quant::<Q, D, 3>(job, tile, first),
+                ..=FEW => quant::<Q, D, FEW>(job, tile, first),
+                _ => quant::<Q, D, MANY>(job, tile, first),
             }
         }
     }
@@ -66,7 +80,7 @@ unsafe fn quant_job<Q: Quant>(job: &Job<'_>) {
 /// # Safety
 /// As [`LinearFns::panel`].
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, first: bool) {
+unsafe fn quant<Q: Quant, D: Dot, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, first: bool) {
     let rows = if R < FEW { R } else { tile.rows };
     assert!(rows <= R, "a tile has 1 to {MANY} rows");
     assert!(job.w.len() == job.blocks * Q::BYTES, "whole blocks");
@@ -84,7 +98,7 @@ unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, first:
             for j in 0..Q::SUBS {
                 let sub = w.add(Q::HEAD + j * Q::SUB);
                 for quarter in 0..4 {
-                    step::<Q, R>(w, sub, quarter, act, &mut acc, rows);
+                    step::<Q, D, R>(w, sub, quarter, act, &mut acc, rows);
                 }
                 act = act.add(rows * WORDS);
             }
@@ -100,7 +114,7 @@ unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, first:
 /// `act` has `WORDS` words for each row, `w` is a block and `sub` its sub-block.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn step<Q: Quant, const R: usize>(
+unsafe fn step<Q: Quant, D: Dot, const R: usize>(
     w: *const u8,
     sub: *const u8,
     quarter: usize,
@@ -125,8 +139,9 @@ unsafe fn step<Q: Quant, const R: usize>(
         };
         // MAGIC * scale is exact, so the fma gives dot * scale with its one rounding.
         let magic = scales.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(-MAGIC)));
-        let q = unpack::<Q>(sub.add(Q::SUB_HEAD), quarter);
-        let abs = if matches!(Q::ZERO, Zero::Top) { q.map(|q| _mm256_abs_epi8(q)) } else { q };
+        let signed = matches!(Q::ZERO, Zero::Top) && (Q::TWO || !D::FOURS);
+        let q = unpack::<Q>(sub.add(Q::SUB_HEAD), quarter, signed);
+        let abs = if signed { q.map(|q| _mm256_abs_epi8(q)) } else { q };
         for r in 0..rows {
             let act = act.add(r * WORDS);
             let scale_x = _mm256_set1_ps(f32::from_bits(*act));
@@ -136,10 +151,10 @@ unsafe fn step<Q: Quant, const R: usize>(
                 *a = _mm256_fmadd_ps(t, scale_x, *a);
             };
             if Q::TWO {
-                add(dot::<Q>(&q, &abs, act, 0, 4), 0);
-                add(dot::<Q>(&q, &abs, act, 4, 4), 1);
+                add(D::dot::<Q>(&q, &abs, act, 0, 4), 0);
+                add(D::dot::<Q>(&q, &abs, act, 4, 4), 1);
             } else {
-                add(dot::<Q>(&q, &abs, act, 0, 8), 0);
+                add(D::dot::<Q>(&q, &abs, act, 0, 8), 0);
             }
             let sum = || _mm256_set1_ps(f32::from_bits(*act.add(1)));
             match Q::MIN {
@@ -151,13 +166,13 @@ unsafe fn step<Q: Quant, const R: usize>(
     }
 }
 
-/// The quants of 8 outputs, a vector for four k.
+/// The quants of 8 outputs, a vector for four k; with zero-point 128 `signed`, or as they are stored.
 ///
 /// # Safety
 /// `q` points to a sub-block's quants.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize) -> [__m256i; 8] {
+unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize, signed: bool) -> [__m256i; 8] {
     let (half, part) = (quarter / 2, quarter % 2);
     let mut out = [_mm256_setzero_si256(); 8];
     // SAFETY: by the contract; panels start on a cache line.
@@ -165,7 +180,7 @@ unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize) -> [__m256i; 8] {
     if Q::WIDE {
         for g in 0..8 {
             out[g] = line(8, g);
-            if matches!(Q::ZERO, Zero::Top) {
+            if signed {
                 out[g] = _mm256_xor_si256(out[g], _mm256_set1_epi8(-128));
             }
         }
@@ -180,34 +195,120 @@ unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize) -> [__m256i; 8] {
     out
 }
 
-/// The sum of the products of `count` vectors from `from` on with a row's activations, as the bits of an f32 plus [`MAGIC`].
-///
-/// # Safety
-/// `act` has `WORDS` words.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
-    // SAFETY: by the contract.
-    unsafe {
-        let word = |g: usize| _mm256_set1_epi32(*act.add(4 + g) as i32);
-        let product = |g: usize| match Q::ZERO {
-            Zero::Top => _mm256_maddubs_epi16(abs[g], _mm256_sign_epi8(word(g), q[g])),
-            _ => _mm256_maddubs_epi16(q[g], word(g)),
-        };
-        let ones = _mm256_set1_epi16(1);
-        let init = match Q::ZERO {
-            Zero::Eight => *act.add(2) as i32,
-            _ => MAGIC_BITS,
-        };
-        let mut sum = _mm256_set1_epi32(init);
-        for first in (from..from + count).step_by(Q::FIT) {
-            let mut part = product(first);
-            for g in first + 1..from + count.min(first - from + Q::FIT) {
-                part = _mm256_add_epi16(part, product(g));
+/// How bytes are multiplied and added.
+trait Dot: 'static {
+    /// Four at once, so that quants with zero-point 128 need not be signed where a whole block is summed.
+    const FOURS: bool;
+
+    /// The sum of the products of `count` vectors from `from` on with a row's activations, as the bits of an f32 plus
+    /// [`MAGIC`]. `abs` are the magnitudes of signed quants.
+    ///
+    /// # Safety
+    /// `act` has `WORDS` words; the tier's instructions are there.
+    unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i;
+}
+
+/// Two to an i16.
+struct Pairs;
+
+impl Dot for Pairs {
+    const FOURS: bool = false;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
+        // SAFETY: by the contract.
+        unsafe {
+            let word = |g: usize| _mm256_set1_epi32(*act.add(4 + g) as i32);
+            let product = |g: usize| match Q::ZERO {
+                Zero::Top => _mm256_maddubs_epi16(abs[g], _mm256_sign_epi8(word(g), q[g])),
+                _ => _mm256_maddubs_epi16(q[g], word(g)),
+            };
+            let ones = _mm256_set1_epi16(1);
+            let init = match Q::ZERO {
+                Zero::Eight => *act.add(2) as i32,
+                _ => MAGIC_BITS,
+            };
+            let mut sum = _mm256_set1_epi32(init);
+            for first in (from..from + count).step_by(Q::FIT) {
+                let mut part = product(first);
+                for g in first + 1..from + count.min(first - from + Q::FIT) {
+                    part = _mm256_add_epi16(part, product(g));
+                }
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part, ones));
             }
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part, ones));
+            sum
+        }
+    }
+}
+
+/// Four to an i32.
+struct Fours<I>(PhantomData<I>);
+
+impl<I: Dpbusd> Dot for Fours<I> {
+    const FOURS: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
+        // SAFETY: by the contract.
+        unsafe {
+            let init = match Q::ZERO {
+                Zero::Eight => *act.add(2) as i32,
+                Zero::Top if !Q::TWO => *act.add(3) as i32,
+                _ => MAGIC_BITS,
+            };
+            let mut sum = _mm256_set1_epi32(init);
+            for g in from..from + count {
+                let x = _mm256_set1_epi32(*act.add(4 + g) as i32);
+                sum = if Q::TWO { I::dpbusd(sum, abs[g], _mm256_sign_epi8(x, q[g])) } else { I::dpbusd(sum, q[g], x) };
+            }
+            sum
+        }
+    }
+}
+
+/// An instruction, or what stands for it.
+trait Dpbusd: 'static {
+    /// `sum + w . x` in each lane: four unsigned bytes by four signed ones, exactly.
+    ///
+    /// # Safety
+    /// The tier's instructions are there.
+    unsafe fn dpbusd(sum: __m256i, w: __m256i, x: __m256i) -> __m256i;
+}
+
+/// AVX-VNNI. Written as it is: the functions around it are those of a tier that does not have it.
+struct Vnni;
+
+impl Dpbusd for Vnni {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn dpbusd(mut sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        // SAFETY: by the contract; registers only.
+        unsafe {
+            asm!(
+                "{{vex}} vpdpbusd {0}, {1}, {2}",
+                inout(ymm_reg) sum, in(ymm_reg) w, in(ymm_reg) x,
+                options(pure, nomem, nostack, preserves_flags),
+            );
         }
         sum
+    }
+}
+
+/// Even and odd bytes apart.
+#[cfg(test)]
+struct Emulated;
+
+#[cfg(test)]
+impl Dpbusd for Emulated {
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn dpbusd(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
+        let (w_even, w_odd) = (_mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srli_epi16::<8>(w));
+        let (x_even, x_odd) = (_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)), _mm256_srai_epi16::<8>(x));
+        let both = _mm256_add_epi32(_mm256_madd_epi16(w_even, x_even), _mm256_madd_epi16(w_odd, x_odd));
+        _mm256_add_epi32(sum, both)
     }
 }
 

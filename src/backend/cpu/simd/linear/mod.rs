@@ -23,7 +23,7 @@ mod scalar;
 mod sse41;
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use avx2::LINEAR as AVX2;
+pub(super) use avx2::{LINEAR as AVX2, LINEAR_VNNI as AVXVNNI};
 #[cfg(target_arch = "x86_64")]
 pub(super) use avx512::LINEAR as AVX512;
 #[cfg(target_arch = "aarch64")]

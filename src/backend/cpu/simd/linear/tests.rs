@@ -62,10 +62,14 @@ const CASES: &[(FormatId, Compute)] = &[
     (FormatId::F8E4M3, Compute::Fast),
 ];
 
-/// Every table there is, with a name: two for the scalar tier.
+/// Every table there is, with a name: two for the scalar tier, and one that stands for what this machine may lack.
 fn tables() -> Vec<(&'static str, &'static LinearFns)> {
     let mut tables = vec![("scalar without fma", &SCALAR)];
     tables.extend(Tier::available().map(|t| (t.name, t.linear)));
+    #[cfg(target_arch = "x86_64")]
+    if Tier::named("avx2").is_ok() {
+        tables.push(("avxvnni emulated", &avx2::LINEAR_EMULATED));
+    }
     tables
 }
 
@@ -107,7 +111,7 @@ fn every_tier_gives_the_same_bits() {
         for &(n, k) in shapes(format) {
             let bytes = synthetic::weights(format, n * k, 3);
             let w = load(&[(format, n, &bytes)], k, compute);
-            // Without FMA, `mul_add` is slow: small shapes tell as much.
+            // The scalar tiers are slow: small shapes tell as much.
             for m in if k > 2000 { &[3][..] } else { &[1, 3, 14][..] } {
                 let mut x = synthetic::normals(m * k, 5);
                 // A zero block and a subnormal one.
@@ -190,8 +194,8 @@ fn extremes_do_not_saturate() {
             for sign in [1.0, -1.0] {
                 let x = [sign; 256];
                 let truth = run(&SCALAR, &pool, &w, &x, None);
-                for tier in Tier::available() {
-                    assert!(run(tier.linear, &pool, &w, &x, None) == truth, "{} {format} {fill:#x}", tier.name);
+                for (name, fns) in tables() {
+                    assert!(run(fns, &pool, &w, &x, None) == truth, "{name} {format} {fill:#x}");
                 }
             }
         }
