@@ -7,13 +7,14 @@
 //!
 //! Plain: sums stay in registers, R rows by 16 or 32 outputs. Half of a panel at a time goes over [`PASS`] k.
 //!
-//! A block's words lie row after row here: `[r][WORDS]`.
+//! A block's words lie row after row here, `[r][WORDS]`, and in place of the start for zero-point 128 there is that for
+//! zero-point 32 and the first half of k.
 // Several arrays of registers go in step; iterators over them cost spills.
 #![allow(clippy::needless_range_loop)]
 
 use super::{Job, LinearFns, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
 use core::arch::x86_64::*;
 use core::ops::Range;
 
@@ -32,6 +33,10 @@ pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
         quant_job::<Q5_1>,
         quant_job::<Q5K>,
         quant_job::<Q6K>,
+        quant_job::<Q5_0>,
+        quant_job::<IQ4NL>,
+        quant_job::<IQ4XS>,
+        quant_job::<MXFP4>,
     ],
 };
 
@@ -78,11 +83,12 @@ unsafe fn quant<Q: Quant, const R: usize>(job: &Job<'_>, tile: &Tile<'_>, first:
         let mut act = tile.act.as_ptr().add(job.first * Q::SUBS * rows * WORDS);
         let mut w = job.w.as_ptr();
         for _ in 0..job.blocks {
-            if first {
-                ahead(w, Q::BYTES);
-            }
             for j in 0..Q::SUBS {
                 let sub = w.add(Q::HEAD + j * Q::SUB);
+                if first {
+                    // As many lines as are read, so that they come one by one.
+                    ahead(sub, Q::BYTES / Q::SUBS);
+                }
                 for quarter in 0..4 {
                     step::<Q, R>(w, sub, quarter, act, &mut acc, rows);
                 }
@@ -110,23 +116,22 @@ unsafe fn step<Q: Quant, const R: usize>(
 ) {
     // SAFETY: by the contract.
     unsafe {
-        let d = half_scale(w, quarter);
-        let (scales, min) = if Q::TWO {
-            let s = |half: usize| _mm256_mul_ps(d, signed_bytes(sub.add(32 * half + 8 * quarter)));
-            ([s(0), s(1)], d)
-        } else {
-            let m = if Q::MIN == Min::None { d } else { half_scale(w.add(64), quarter) };
-            if Q::SUBS == 1 {
-                ([d; 2], m)
-            } else {
-                let (s, m) = (_mm256_mul_ps(d, bytes(sub.add(8 * quarter))), _mm256_mul_ps(m, bytes(sub.add(32 + 8 * quarter))));
-                ([s; 2], m)
+        let d = if Q::BRAIN { brain(w, quarter) } else { half_scale(w, quarter) };
+        let part = |i: usize| sub.add(32 * i + 8 * quarter);
+        let (scales, min) = match Q::MIN {
+            _ if Q::TWO => ([_mm256_mul_ps(d, signed_bytes(part(0))), _mm256_mul_ps(d, signed_bytes(part(1)))], d),
+            Min::None if Q::SUBS == 1 => ([d; 2], d),
+            Min::None => ([_mm256_mul_ps(d, signed_bytes(part(0))); 2], d),
+            _ if Q::SUBS == 1 => ([d; 2], half_scale(w.add(64), quarter)),
+            _ => {
+                let m = half_scale(w.add(64), quarter);
+                ([_mm256_mul_ps(d, bytes(part(0))); 2], _mm256_mul_ps(m, bytes(part(1))))
             }
         };
         // MAGIC * scale is exact, so the fma gives dot * scale with its one rounding.
         let magic = scales.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(-MAGIC)));
         let q = unpack::<Q>(sub.add(Q::SUB_HEAD), quarter);
-        let abs = if matches!(Q::ZERO, Zero::Top) { q.map(|q| _mm256_abs_epi8(q)) } else { q };
+        let abs = if Q::SIGNED { q.map(|q| _mm256_abs_epi8(q)) } else { q };
         for r in 0..rows {
             let act = act.add(r * WORDS);
             let scale_x = _mm256_set1_ps(f32::from_bits(*act));
@@ -151,7 +156,7 @@ unsafe fn step<Q: Quant, const R: usize>(
     }
 }
 
-/// The quants of 8 outputs, a vector for four k.
+/// The quants of 8 outputs, a vector for four k: with a table or zero-point 128 as signed bytes, else as they are stored.
 ///
 /// # Safety
 /// `q` points to a sub-block's quants.
@@ -160,24 +165,56 @@ unsafe fn step<Q: Quant, const R: usize>(
 unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize) -> [__m256i; 8] {
     let (half, part) = (quarter / 2, quarter % 2);
     let mut out = [_mm256_setzero_si256(); 8];
+    // Line `l` of `lines` a half.
     // SAFETY: by the contract; panels start on a cache line.
-    let line = |lines: usize, l: usize| unsafe { _mm256_load_si256(q.add((lines * half + l) * 64 + 32 * part).cast()) };
-    if Q::WIDE {
+    let line =
+        |q: *const u8, lines: usize, l: usize| unsafe { _mm256_load_si256(q.add((lines * half + l) * 64 + 32 * part).cast()) };
+    if Q::BITS == 8 {
         for g in 0..8 {
-            out[g] = line(8, g);
-            if matches!(Q::ZERO, Zero::Top) {
+            out[g] = line(q, 8, g);
+            if Q::SIGNED {
                 out[g] = _mm256_xor_si256(out[g], _mm256_set1_epi8(-128));
             }
         }
-    } else {
-        let low = _mm256_set1_epi8(15);
-        for l in 0..4 {
-            let line = line(4, l);
-            out[l] = _mm256_and_si256(line, low);
-            out[4 + l] = _mm256_and_si256(_mm256_srli_epi16::<4>(line), low);
+        return out;
+    }
+    let low = _mm256_set1_epi8(15);
+    for l in 0..4 {
+        let line = line(q, 4, l);
+        out[l] = _mm256_and_si256(line, low);
+        out[4 + l] = _mm256_and_si256(_mm256_srli_epi16::<4>(line), low);
+    }
+    // SAFETY: the lines of higher bits follow.
+    let above = unsafe { q.add(512) };
+    if Q::BITS == 5 {
+        let (bits, fifth) = (line(above, 1, 0), _mm256_set1_epi8(16));
+        for g in 0..8 {
+            out[g] = _mm256_or_si256(out[g], _mm256_and_si256(shift(bits, 4 - g as i32), fifth));
         }
     }
+    if Q::BITS == 6 {
+        let (pairs, high) = ([line(above, 2, 0), line(above, 2, 1)], _mm256_set1_epi8(0x30));
+        for g in 0..8 {
+            out[g] = _mm256_or_si256(out[g], _mm256_and_si256(shift(pairs[g / 4], 4 - 2 * (g % 4) as i32), high));
+        }
+    }
+    if let Some(table) = Q::TABLE {
+        // SAFETY: 16 bytes.
+        let table = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
+        out = out.map(|codes| _mm256_shuffle_epi8(table, codes));
+    }
     out
+}
+
+/// Bits to the left, or to the right by a negative number; what crosses bytes is for the caller to mask.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn shift(v: __m256i, left: i32) -> __m256i {
+    match left {
+        0 => v,
+        1.. => _mm256_sll_epi16(v, _mm_cvtsi32_si128(left)),
+        _ => _mm256_srl_epi16(v, _mm_cvtsi32_si128(-left)),
+    }
 }
 
 /// The sum of the products of `count` vectors from `from` on with a row's activations, as the bits of an f32 plus [`MAGIC`].
@@ -188,27 +225,28 @@ unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize) -> [__m256i; 8] {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
     // SAFETY: by the contract.
-    unsafe {
-        let word = |g: usize| _mm256_set1_epi32(*act.add(4 + g) as i32);
-        let product = |g: usize| match Q::ZERO {
-            Zero::Top => _mm256_maddubs_epi16(abs[g], _mm256_sign_epi8(word(g), q[g])),
-            _ => _mm256_maddubs_epi16(q[g], word(g)),
-        };
-        let ones = _mm256_set1_epi16(1);
-        let init = match Q::ZERO {
-            Zero::Eight => *act.add(2) as i32,
-            _ => MAGIC_BITS,
-        };
-        let mut sum = _mm256_set1_epi32(init);
-        for first in (from..from + count).step_by(Q::FIT) {
-            let mut part = product(first);
-            for g in first + 1..from + count.min(first - from + Q::FIT) {
-                part = _mm256_add_epi16(part, product(g));
-            }
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part, ones));
+    let word = |i: usize| unsafe { *act.add(i) as i32 };
+    let product = |g: usize| {
+        let x = _mm256_set1_epi32(word(4 + g));
+        if Q::SIGNED { _mm256_maddubs_epi16(abs[g], _mm256_sign_epi8(x, q[g])) } else { _mm256_maddubs_epi16(q[g], x) }
+    };
+    let init = match Q::ZERO {
+        Zero::Eight => word(2),
+        Zero::Sixteen => word(2) + (word(2) - MAGIC_BITS),
+        Zero::ThirtyTwo if from == 0 => word(3),
+        // 8 and 32 times sums of the whole and of the first half: 32 times that of the second.
+        Zero::ThirtyTwo => MAGIC_BITS - 4 * (MAGIC_BITS - word(2)) + (MAGIC_BITS - word(3)),
+        Zero::None | Zero::Top => MAGIC_BITS,
+    };
+    let mut sum = _mm256_set1_epi32(init);
+    for first in (from..from + count).step_by(Q::FIT) {
+        let mut part = product(first);
+        for g in first + 1..(first + Q::FIT).min(from + count) {
+            part = _mm256_add_epi16(part, product(g));
         }
-        sum
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1)));
     }
+    sum
 }
 
 /// # Safety
@@ -464,12 +502,14 @@ fn quantize(rows: &Rows<'_>, blocks: Range<usize>, out: &mut [u32]) {
             let (scale, inv) = scales(f32::from_bits(_mm_cvtsi128_si32(top) as u32));
             let (keep, inv) = (_mm256_set1_epi32(if inv != 0.0 { -1 } else { 0 }), _mm256_set1_ps(inv));
             let q = v.map(|v| _mm256_and_si256(_mm256_cvtps_epi32(_mm256_mul_ps(v, inv)), keep));
-            let sum = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
-            let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
-            let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b01_00_11_10>(sum));
-            let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b00_00_00_01>(sum));
+            let sums = [_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])].map(|s| {
+                let s = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256::<1>(s));
+                let s = _mm_add_epi32(s, _mm_shuffle_epi32::<0b01_00_11_10>(s));
+                _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32::<0b00_00_00_01>(s)))
+            });
             let words = &mut words[r * WORDS..][..WORDS];
-            put_head(words, 1, 0, scale, _mm_cvtsi128_si32(sum));
+            put_head(words, 1, 0, scale, sums[0] + sums[1]);
+            words[3] = (MAGIC_BITS - 32 * sums[0]) as u32;
             // Packing interleaves the 128-bit halves: words 0 2 4 6 1 3 5 7 come out in order.
             let q = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
             let q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
