@@ -5,8 +5,8 @@ The distributions of two engines that both compute in f32 differ by rounding alo
 the truth. loquat has one: `measure --accuracy`, f32 activations and an f32 cache on exactly dequantised weights. llama.cpp always
 rounds activations where weights are quantised; its truth is the same file with every matrix dequantised to F32 (llama-quantize
 --allow-requantize), run with an f32 cache, whose distributions llama-perplexity keeps and compares others with. It keeps
-them in 16 bits, about 1e-4 of the range of a position's log-probabilities, which bounds how small a divergence it can see: the first
-line below is what it finds between the truth and itself. Both score the second half of windows of the same size. The perplexities of both truths are
+them in 16 bits, a step being up to 16 / 65,535 nats, which bounds how small a divergence it can see: the first line of the table is what it
+finds between the truth and itself. Both score the second half of windows of the same size. The perplexities of both truths are
 printed: where they agree, so do text, tokens and windows.
 """
 
@@ -38,7 +38,7 @@ def arguments():
 
 
 def number(name, text):
-    found = re.search(name + r"[^:]*:\s*(-?[\d.]+)", text)
+    found = re.search(name + r"[^:\n]*:\s*(-?[\d.]+)", text)
     return float(found[1]) if found else sys.exit(f"expected {name!r} in what llama-perplexity says, found\n{text[-3000:]}")
 
 

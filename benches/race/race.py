@@ -124,17 +124,19 @@ def race(args):
         "models": {name: {"bytes": path.stat().st_size, "sha256": peers.sha256(path)} for name, path in models.items()},
         "cells": [],
     }
+    slug = re.sub(r"[^a-z0-9]+", "-", (results["machine"].get("processor") or "machine").lower()).strip("-")
+    out = args.out or peers.REPOSITORY / "benches" / "results" / f"{results['date'][:10]}-{slug}"
     say(f"load average {load()}, {len(chosen)} cells, {len(models)} models, {args.rounds} rounds")
     for name, path in models.items():
         for cell in chosen:
             results["cells"].append(one(racers, cell, name, path, args.rounds))
-    for engine in racers[1:]:
-        version = {"llama.cpp": f"{peers.PACKAGE} {peers.VERSION}, {args.build}", "candle": "candle 0.11.1"}[engine.name]
-        known = getattr(engine, "version", None)
-        results["versions"][engine.name] = f"{version}, {known}" if known else version
-    slug = re.sub(r"[^a-z0-9]+", "-", (results["machine"].get("processor") or "machine").lower()).strip("-")
-    out = args.out or peers.REPOSITORY / "benches" / "results" / f"{results['date'][:10]}-{slug}"
-    report.write(results, out)
+            for engine in racers[1:]:
+                version = {"llama.cpp": f"{peers.PACKAGE} {peers.VERSION}, {args.build}", "candle": "candle 0.11.1"}[engine.name]
+                known = getattr(engine, "version", None)
+                results["versions"][engine.name] = f"{version}, {known}" if known else version
+            # Whatever ends a long race early, what it found is there.
+            written = report.write(results, out)
+    say("written: " + ", ".join(map(str, written)))
 
 
 def one(racers, cell, model, path, rounds):

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from statistics import median
 
-from peers import say
-
 
 def best(cell, engine):
     """The better of an engine's variants by its median: its name, and its samples; or nothing."""
@@ -172,11 +170,11 @@ def escaped(plain):
 
 
 def write(results, out):
+    """Writes all files; gives their paths."""
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    files = {".json": json.dumps(results, indent=1) + "\n", ".md": table(results), ".svg": svg(results)}
-    for ending, content in files.items():
-        if content:
-            path = out.parent / (out.name + ending)
-            path.write_text(content)
-            say(f"written: {path}")
+    contents = {".json": json.dumps(results, indent=1) + "\n", ".md": table(results), ".svg": svg(results)}
+    written = {out.parent / (out.name + ending): content for ending, content in contents.items() if content}
+    for path, content in written.items():
+        path.write_text(content)
+    return list(written)
