@@ -61,12 +61,20 @@ fn mistakes_on_the_command_line_exit_with_2() {
         ("generate", &["--max-tokens", "0", "a"], "generate: --max-tokens: expected a number from 1 to"),
         ("generate", &[], "expected a prompt"),
         ("chat", &["--temperature", "x"], "chat: --temperature: expected a number"),
-        ("measure", &["--batch", "x"], "measure: --batch: expected a number"),
+        ("measure", &["--batch", "x"], "measure: --batch: expected numbers between commas, found \"x\""),
+        ("measure", &["--policy", "all", "--batch", "2,3"], "measure: --batch: expected a number from 1 to"),
         ("measure", &["--policy", "lazy"], "measure: --policy: expected static, dynamic, continuous or all, found \"lazy\""),
         ("measure", &["--policy", "all", "--repeat", "2"], "measure: --repeat means nothing with policies"),
         ("measure", &["--shared-prefix", "8", "--count", "2"], "measure: --count means nothing without --policy"),
         ("measure", &["--rounds", "2"], "measure: --rounds means nothing without --policy or --shared-prefix"),
         ("measure", &["--shared-prefix", "0"], "measure: --shared-prefix: expected a number from 1 to"),
+        ("measure", &["--shared-prefix", "8", "--depth", "2"], "measure: --depth means nothing with --shared-prefix"),
+        ("measure", &["--policy", "all", "--profile"], "measure: --profile means nothing with policies"),
+        ("measure", &["--batch", "2,0"], "measure: --batch: expected a number from 1 to 4096, found \"0\""),
+        ("measure", &["--prompt-tokens", "0", "--gen-tokens", "0"], "expected something to measure, found nothing"),
+        ("measure", &["--format", "xml"], "measure: --format: expected table or json, found \"xml\""),
+        ("measure", &["--window", "9"], "measure: --window means nothing without --accuracy"),
+        ("measure", &["--accuracy", "a", "--batch", "2"], "measure: --batch means nothing with --accuracy"),
         ("simulate", &["--cost", "1,2,3"], "simulate: --cost: expected 4 numbers, found 3"),
         ("dump_logits", &["--ids", "1,x"], "dump_logits: --ids: expected numbers"),
         ("dump_logits", &[], "dump_logits: --ids 1,2,3 is needed"),
@@ -240,6 +248,77 @@ fn measure_compares_policies() {
     }
     let out = measure(&["--requests=mixed", "--count=9", "--rate=500", "--seed=4", "--rounds=1", "--fit"]).unwrap();
     assert!(out.contains("for simulate: --cost ") && !out.contains("multiples"), "{out}");
+}
+
+/// A cell for each length, depth and batch; of a decode so many steps of so many rows, whoever shares a prompt.
+#[test]
+fn measure_times_each_cell_and_each_operation() {
+    let Some(mut command) = example("measure") else { return };
+    let model = fixtures().join("gguf/llama_q4_0.gguf");
+    let lists = ["--prompt-tokens=20,40", "--depth=0,33", "--batch=1,3", "--gen-tokens=5", "--step-tokens=16", "--repeat=1"];
+    let command = command.args(lists).args(["--threads=1", "--shared", "--profile", "--json", "--model"]).arg(&model);
+    let (code, out, error) = run(command, b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let cells = report["cells"].as_array().unwrap();
+    let found: Vec<String> =
+        cells.iter().map(|c| format!("{} {} {} {}", c["what"].as_str().unwrap(), c["tokens"], c["depth"], c["batch"])).collect();
+    let prefills = ["prefill 20 null 1", "prefill 40 null 1", "prefill 20 null 3", "prefill 40 null 3"];
+    assert_eq!(found, [&prefills[..], &["decode 5 0 1", "decode 5 0 3", "decode 5 33 1", "decode 5 33 3"]].concat());
+    let layers = 2.0;
+    for cell in cells {
+        let (profile, decode) = (&cell["profile"], cell["what"] == "decode");
+        let tokens = cell["tokens"].as_f64().unwrap() * cell["batch"].as_f64().unwrap();
+        let speed = tokens / cell["ms"].as_f64().unwrap() * 1e3;
+        assert_eq!(cell["samples_tok_s"].as_array().unwrap().len(), 1);
+        assert!((cell["tok_s"].as_f64().unwrap() / speed - 1.0).abs() < 1e-6, "{cell}");
+        // A step takes 16 tokens at most.
+        let steps = profile["steps"].as_f64().unwrap();
+        assert!(if decode { steps == 5.0 } else { (tokens / 16.0..tokens).contains(&steps) }, "{cell}");
+        let ops = profile["ops"].as_array().unwrap();
+        let shares: f64 = ops.iter().map(|op| op["share"].as_f64().unwrap()).sum();
+        assert!((shares - 1.0).abs() < 1e-6, "{shares} of {cell}");
+        let calls = |name: &str| ops.iter().find(|op| op["op"] == name).unwrap()["calls_a_step"].as_f64().unwrap();
+        for name in ["linear q k v", "attention", "linear out", "linear gate up", "linear down", "kv write"] {
+            assert_eq!(calls(name) % layers, 0.0, "{name} of {cell}");
+        }
+        assert_eq!((calls("embed"), calls("plan, batch")), (1.0, 1.0), "{cell}");
+        assert!(!decode || calls("linear head") == 1.0, "{cell}");
+    }
+    let mut command = example("measure").unwrap();
+    let command = command.args(lists).args(["--threads=1", "--profile", "--model"]).arg(&model);
+    let (code, out, error) = run(command, b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    for text in ["prefill 40 x 3 ", "decode at 33 x 3 ", "linear gate up ", "rest "] {
+        assert!(out.contains(text), "{text}: {out}");
+    }
+}
+
+/// A little, over all positions and over those with a long context; a text that is too short is refused.
+#[test]
+fn measure_tells_what_fast_arithmetic_costs() {
+    let scratch = Scratch::new("measure-accuracy");
+    let ids = scratch.path("ids.json");
+    std::fs::write(&ids, format!("{{\"ids\": {:?}}}", (0..96).map(|i| i * 7 % 61).collect::<Vec<u32>>())).unwrap();
+    let measure = |model: &str, windows: &str| {
+        let mut command = example("measure")?;
+        let command = command.args(["--threads=1", "--window=32", "--json", windows, "--accuracy"]).arg(&ids);
+        Some(run(command.arg("--model").arg(fixtures().join("gguf").join(model)), b""))
+    };
+    let Some((code, out, error)) = measure("llama_q4_0.gguf", "--windows=3") else { return };
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{out}");
+    let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+    // Positions with a token behind them; the second half begins in the middle.
+    for (part, positions) in [("all", 3 * 31), ("second_half", 3 * 15)] {
+        let figure = |name: &str| report[part][name].as_f64().unwrap();
+        assert_eq!(report[part]["positions"], positions);
+        assert!(figure("kl_mean") > 0.0 && figure("kl_mean") < 0.1, "{out}");
+        assert!(figure("kl_median") <= figure("kl_p99") && figure("kl_p99") <= figure("kl_max"), "{out}");
+        assert!((figure("fast_perplexity") / figure("exact_perplexity") - 1.0).abs() < 0.05, "{out}");
+        assert!((0.5..=1.0).contains(&figure("same_top")), "{out}");
+    }
+    let (code, _, error) = measure("llama_q4_0.gguf", "--windows=4").unwrap();
+    assert!(code == Some(2) && error.contains("expected 4 windows of 32 tokens, found 96 in "), "{code:?} {error}");
 }
 
 #[test]

@@ -9,7 +9,6 @@ pub(crate) mod plot;
 pub(crate) mod policies;
 pub(crate) mod requests;
 pub(crate) mod serve;
-pub(crate) mod speed;
 pub(crate) mod stats;
 
 use args::{Args, Opt, Wrong};

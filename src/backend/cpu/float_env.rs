@@ -96,7 +96,13 @@ mod tests {
         let pool = Pool::new(2).unwrap();
         let tiny = std::hint::black_box(1e-40f32);
         let sums = [const { AtomicU32::new(0) }; 2];
-        pool.run(&|t| sums[t].store((tiny + tiny).to_bits(), Ordering::Relaxed));
+        // Each thread waits for the other, so that both take part.
+        pool.for_each_chunk(2, 1, |t, _| {
+            sums[t].store((tiny + tiny).to_bits(), Ordering::Relaxed);
+            while sums.iter().any(|s| s.load(Ordering::Relaxed) == 0) {
+                std::thread::yield_now();
+            }
+        });
         arch::write(before);
         assert!(sums.iter().all(|s| s.load(Ordering::Relaxed) == 2 * tiny.to_bits()));
     }

@@ -4,22 +4,27 @@
 //! Quantised formats are a head of scales and 1 or 8 sub-blocks of 32 k (all little endian, offsets in bytes):
 //!
 //! ```text
-//! Q4_0   576 B   0 d: f16[32]                      64 q: nibbles
-//! Q4_1   640 B   0 d: f16[32]     64 m: f16[32]   128 q: nibbles
-//! Q5_0  1088 B   0 d: f16[32]                      64 q: bytes, stored + 128 - 16
-//! Q5_1  1152 B   0 d: f16[32]     64 m: f16[32]   128 q: bytes
-//! Q8_0  1088 B   0 d: f16[32]                      64 q: bytes, stored + 128
-//! Q4_K  4736 B   0 d: f16[32]  64 dmin: f16[32]   128 8 x { 0 sc: u8[32]  32 m: u8[32]  64 q: nibbles }
-//! Q5_K  8832 B   0 d: f16[32]  64 dmin: f16[32]   128 8 x { 0 sc: u8[32]  32 m: u8[32]  64 q: bytes }
-//! Q6_K  8768 B   0 d: f16[32]                      64 8 x { 0 sc: i8[2 halves of k][32]  64 q: bytes, stored + 128 - 32 }
+//! Q4_0     576 B   0 d: f16[32]                      64 q: nibbles
+//! Q4_1     640 B   0 d: f16[32]     64 m: f16[32]   128 q: nibbles
+//! Q5_0     704 B   0 d: f16[32]                      64 q: nibbles, fifth bits
+//! Q5_1     768 B   0 d: f16[32]     64 m: f16[32]   128 q: nibbles, fifth bits
+//! Q8_0    1088 B   0 d: f16[32]                      64 q: bytes, stored + 128
+//! Q4_K    4736 B   0 d: f16[32]  64 dmin: f16[32]   128 8 x { 0 sc: u8[32]  32 m: u8[32]  64 q: nibbles }
+//! Q5_K    5760 B   0 d: f16[32]  64 dmin: f16[32]   128 8 x { 0 sc: u8[32]  32 m: u8[32]  64 q: nibbles, fifth bits }
+//! Q6_K    6720 B   0 d: f16[32]                      64 8 x { 0 sc: i8[2 halves of k][32]  64 q: nibbles, bit pairs }
+//! IQ4_NL   576 B   0 d: f16[32]                      64 q: nibbles, places in a table
+//! IQ4_XS  4672 B   0 d: f16[32]                      64 8 x { 0 sc: i8[32]  64 q: nibbles, places in a table }
+//! MXFP4    576 B   0 d: bf16[32]                     64 q: nibbles, places in a table
 //! ```
 //!
 //! Quants are `[half of the outputs][line][64]`. A 64-byte line has 4 bytes for each of 16 outputs: byte `4 * n + i` is
 //! output `16 * half + n`. Of four nibble lines, line `l` has k = 4 l + i low and k = 16 + 4 l + i high; of eight byte
-//! lines, line `g` has k = 4 g + i. Plain formats are `[k][32]`. Outputs past N have zero scales (or zero weights).
+//! lines, line `g` has k = 4 g + i. After all nibbles come the lines of higher bits: bit `g` of a fifth-bit byte is of
+//! k = 4 g + i; of two lines of pairs, line `p` has that of k = 16 p + 4 c + i in bits 2 c. Plain formats are `[k][32]`.
+//! Outputs past N have zero scales (or zero weights).
 //!
-//! Packing refuses a scale that is no finite number: the kernels take integer sums out of a constant by a fused
-//! multiply-add, and an infinite scale would give NaN where the file means infinity.
+//! Packing refuses a scale that is no finite number (in MXFP4, one of 2^100 or more): the kernels take integer sums out of
+//! a constant by a fused multiply-add, and an infinite product of the two would give NaN where the file means infinity.
 #![forbid(unsafe_code)]
 
 use crate::dtype::FormatId;
@@ -80,39 +85,45 @@ pub(super) trait Quant: 'static {
     const FILE: usize;
     /// Sub-blocks of 32 k.
     const SUBS: usize = 1;
-    /// Quants of a byte each, else nibbles.
-    const WIDE: bool;
+    /// Bits of a quant in storage: 4, 5, 6 or 8.
+    const BITS: usize;
     /// What is added to a quant in storage.
     const ZERO: Zero;
     /// What is done with the minimum.
     const MIN: Min;
     /// A sub-block has two signed 8-bit scales, one for each half of its k, and no minimum.
     const TWO: bool = false;
-    /// So many products of a pair of signed bytes add up in an i16: the largest quant, 127 and 2 of each pair.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    const FIT: usize = match Self::ZERO {
-        Zero::Top => {
-            if Self::TWO {
-                4
-            } else {
-                1
-            }
-        }
-        _ => {
-            if Self::WIDE {
-                4
-            } else {
-                8
-            }
-        }
-    };
+    /// A nibble is a place in this table.
+    const TABLE: Option<&'static [i8; 16]> = None;
+    /// Scales are bf16, not f16.
+    const BRAIN: bool = false;
 
-    /// Bytes before the first sub-block: f16 scales, then f16 minima where there are any.
+    /// Kernels multiply signed bytes: the table's, or those that lose their zero-point by a flipped bit.
+    const SIGNED: bool = Self::TABLE.is_some() || matches!(Self::ZERO, Zero::Top);
+    /// So many products of pairs add up in an i16: of the largest byte that kernels multiply, and 127.
+    const FIT: usize = {
+        let largest = match Self::TABLE {
+            Some(table) => {
+                let (mut i, mut top) = (0, 0);
+                while i < 16 {
+                    let v = table[i].unsigned_abs() as usize;
+                    top = if v > top { v } else { top };
+                    i += 1;
+                }
+                top
+            }
+            None if Self::BITS == 8 => 128,
+            None => (1 << Self::BITS) - 1,
+        };
+        let fit = i16::MAX as usize / (2 * 127 * largest);
+        if fit < 8 { fit } else { 8 }
+    };
+    /// Bytes before the first sub-block: scales, then f16 minima where there are any.
     const HEAD: usize = if matches!(Self::MIN, Min::None) { 64 } else { 128 };
     /// Bytes of 8-bit scales and minima, or scales alone, before a sub-block's quants.
     const SUB_HEAD: usize = if Self::SUBS > 1 { 64 } else { 0 };
     /// Bytes of a sub-block.
-    const SUB: usize = Self::SUB_HEAD + if Self::WIDE { 1024 } else { 512 };
+    const SUB: usize = Self::SUB_HEAD + 128 * Self::BITS;
     /// Bytes of a block.
     const BYTES: usize = Self::HEAD + Self::SUBS * Self::SUB;
 
@@ -127,6 +138,10 @@ pub(super) enum Zero {
     None,
     /// 8.
     Eight,
+    /// 16.
+    Sixteen,
+    /// 32.
+    ThirtyTwo,
     /// 128: as signed bytes, the top bit is flipped.
     Top,
 }
@@ -142,7 +157,7 @@ pub(super) enum Min {
     Minus,
 }
 
-pub(super) const KERNELS: usize = 10;
+pub(super) const KERNELS: usize = 14;
 
 static PANELS: &[(FormatId, Panel)] = &[
     (FormatId::F32, Panel { kernel: 0, pack: pack_plain::<4>, ..plain(4, f32_row) }),
@@ -152,11 +167,13 @@ static PANELS: &[(FormatId, Panel)] = &[
     (FormatId::Q4_0, quant::<Q4_0>(4)),
     (FormatId::Q4_1, quant::<Q4_1>(5)),
     (FormatId::Q4K, quant::<Q4K>(6)),
-    // As Q8_0 but for the packing.
-    (FormatId::Q5_0, quant::<Q5_0>(3)),
     (FormatId::Q5_1, quant::<Q5_1>(7)),
     (FormatId::Q5K, quant::<Q5K>(8)),
     (FormatId::Q6K, quant::<Q6K>(9)),
+    (FormatId::Q5_0, quant::<Q5_0>(10)),
+    (FormatId::IQ4NL, quant::<IQ4NL>(11)),
+    (FormatId::IQ4XS, quant::<IQ4XS>(12)),
+    (FormatId::MXFP4, quant::<MXFP4>(13)),
 ];
 
 const fn plain(size: usize, row: fn(&[u8], usize, &mut [f32])) -> Panel {
@@ -226,24 +243,28 @@ fn copy_lines(n: usize, file: &[u8], to: &mut [u8]) {
     }
 }
 
-/// Eight lines of a byte each from sixteen bytes of low nibbles (k below 16 low, the others high) and 32 fifth bits,
-/// every byte plus `add`.
+/// Where the higher bits of output `n` start, from the start of the quants, in `lines` lines a half.
 #[inline(always)]
-fn five_bits(n: usize, nibbles: &[u8], fifth: u32, add: u32, to: &mut [u8]) {
-    for l in 0..4 {
-        let v = word(nibbles, l);
-        to[at(n, l, 8)..][..4].copy_from_slice(&((v & LOW | spread(fifth >> (4 * l))) + add).to_le_bytes());
-        to[at(n, 4 + l, 8)..][..4].copy_from_slice(&((v >> 4 & LOW | spread(fifth >> (16 + 4 * l))) + add).to_le_bytes());
+const fn above(n: usize, line: usize, lines: usize) -> usize {
+    512 + at(n, line, lines)
+}
+
+/// The line of fifth bits from those of 32 k, in order.
+#[inline(always)]
+fn fifth_bits(n: usize, bits: u32, to: &mut [u8]) {
+    for i in 0..4 {
+        to[above(n, 0, 1) + i] = (0..8).fold(0, |byte, g| byte | (bits >> (4 * g + i) & 1) << g) as u8;
     }
 }
 
 const LOW: u32 = 0x0f0f_0f0f;
 
-/// The lowest four bits, each as bit 4 of a byte.
+/// The nibble lines from groups of four quants.
 #[inline(always)]
-fn spread(bits: u32) -> u32 {
-    let b = bits & 15;
-    (b & 1) << 4 | (b & 2) << 11 | (b & 4) << 18 | (b & 8) << 25
+fn nibble_lines(n: usize, group: impl Fn(usize) -> u32, to: &mut [u8]) {
+    for l in 0..4 {
+        to[at(n, l, 4)..][..4].copy_from_slice(&(group(l) & LOW | (group(4 + l) & LOW) << 4).to_le_bytes());
+    }
 }
 
 /// Scale and minimum of sub-block `j` from the 12 bytes of a K block.
@@ -256,14 +277,14 @@ fn k_scale(s: &[u8], j: usize) -> (u8, u8) {
 }
 
 macro_rules! quants {
-    ($($(#[$doc:meta])* $name:ident: $file:literal bytes, $subs:literal x 32, wide $wide:literal, $zero:ident, $min:ident, $put:expr;)*) => {
+    ($($(#[$doc:meta])* $name:ident: $file:literal bytes, $subs:literal x 32, $bits:literal bits, $zero:ident, $min:ident, $put:expr;)*) => {
         $(
             $(#[$doc])*
             pub(super) struct $name;
             impl Quant for $name {
                 const FILE: usize = $file;
                 const SUBS: usize = $subs;
-                const WIDE: bool = $wide;
+                const BITS: usize = $bits;
                 const ZERO: Zero = Zero::$zero;
                 const MIN: Min = Min::$min;
 
@@ -279,57 +300,53 @@ macro_rules! quants {
 
 quants! {
     /// In the file: d, 16 bytes (k below 16 low, the others high).
-    Q4_0: 18 bytes, 1 x 32, wide false, Eight, None, |n, file, to| {
+    Q4_0: 18 bytes, 1 x 32, 4 bits, Eight, None, |n, file, to| {
         copy_lines(n, &file[2..], &mut to[64..]);
         head(n, file, to)
     };
     /// In the file: d, m, 16 bytes.
-    Q4_1: 20 bytes, 1 x 32, wide false, None, Plus, |n, file, to| {
+    Q4_1: 20 bytes, 1 x 32, 4 bits, None, Plus, |n, file, to| {
         copy_lines(n, &file[4..], &mut to[128..]);
         head(n, file, to) & head(n, &file[2..], &mut to[64..])
     };
     /// In the file: d, 32 signed bytes.
-    Q8_0: 34 bytes, 1 x 32, wide true, Top, None, |n, file, to| {
+    Q8_0: 34 bytes, 1 x 32, 8 bits, Top, None, |n, file, to| {
         for g in 0..8 {
             to[64 + at(n, g, 8)..][..4].copy_from_slice(&(word(&file[2..], g) ^ 0x8080_8080).to_le_bytes());
         }
         head(n, file, to)
     };
     /// In the file: d, 32 fifth bits, 16 bytes.
-    Q5_0: 22 bytes, 1 x 32, wide true, Top, None, |n, file, to| {
-        five_bits(n, &file[6..], word(&file[2..], 0), 0x7070_7070, &mut to[64..]);
+    Q5_0: 22 bytes, 1 x 32, 5 bits, Sixteen, None, |n, file, to| {
+        copy_lines(n, &file[6..], &mut to[64..]);
+        fifth_bits(n, word(&file[2..], 0), &mut to[64..]);
         head(n, file, to)
     };
     /// In the file: d, m, 32 fifth bits, 16 bytes.
-    Q5_1: 24 bytes, 1 x 32, wide true, None, Plus, |n, file, to| {
-        five_bits(n, &file[8..], word(&file[4..], 0), 0, &mut to[128..]);
+    Q5_1: 24 bytes, 1 x 32, 5 bits, None, Plus, |n, file, to| {
+        copy_lines(n, &file[8..], &mut to[128..]);
+        fifth_bits(n, word(&file[4..], 0), &mut to[128..]);
         head(n, file, to) & head(n, &file[2..], &mut to[64..])
     };
     /// In the file: d, dmin, 12 bytes of scales and minima, 4 x 32 bytes with sub-blocks 2 c (low) and 2 c + 1 (high).
-    Q4K: 144 bytes, 8 x 32, wide false, None, Minus, |n, file, to| {
+    Q4K: 144 bytes, 8 x 32, 4 bits, None, Minus, |n, file, to| {
         for j in 0..8 {
             let sub = &mut to[128 + Self::SUB * j..][..Self::SUB];
             (sub[n], sub[32 + n]) = k_scale(&file[4..16], j);
             let q = &file[16 + j / 2 * 32..][..32];
-            let shift = 4 * (j % 2);
-            for l in 0..4 {
-                let (lo, hi) = (word(q, l) >> shift & LOW, word(q, 4 + l) >> shift & LOW);
-                sub[64 + at(n, l, 4)..][..4].copy_from_slice(&(lo | hi << 4).to_le_bytes());
-            }
+            nibble_lines(n, |g| word(q, g) >> (4 * (j % 2)), &mut sub[64..]);
         }
         head(n, file, to) & head(n, &file[2..], &mut to[64..])
     };
     /// In the file: as Q4_K, but before the nibbles 32 bytes of fifth bits: bit j of byte k is of sub-block j.
-    Q5K: 176 bytes, 8 x 32, wide true, None, Minus, |n, file, to| {
+    Q5K: 176 bytes, 8 x 32, 5 bits, None, Minus, |n, file, to| {
         for j in 0..8 {
             let sub = &mut to[128 + Self::SUB * j..][..Self::SUB];
             (sub[n], sub[32 + n]) = k_scale(&file[4..16], j);
             let (fifth, q) = (&file[16..48], &file[48 + j / 2 * 32..][..32]);
-            let shift = 4 * (j % 2);
-            for g in 0..8 {
-                let v = word(q, g) >> shift & LOW | (word(fifth, g) >> j & 0x0101_0101) << 4;
-                sub[64 + at(n, g, 8)..][..4].copy_from_slice(&v.to_le_bytes());
-            }
+            nibble_lines(n, |g| word(q, g) >> (4 * (j % 2)), &mut sub[64..]);
+            let line = (0..8).fold(0, |line, g| line | (word(fifth, g) >> j & 0x0101_0101) << g);
+            sub[64 + above(n, 0, 1)..][..4].copy_from_slice(&line.to_le_bytes());
         }
         head(n, file, to) & head(n, &file[2..], &mut to[64..])
     };
@@ -342,8 +359,8 @@ pub(super) struct Q6K;
 impl Quant for Q6K {
     const FILE: usize = 210;
     const SUBS: usize = 8;
-    const WIDE: bool = true;
-    const ZERO: Zero = Zero::Top;
+    const BITS: usize = 6;
+    const ZERO: Zero = Zero::ThirtyTwo;
     const MIN: Min = Min::None;
     const TWO: bool = true;
 
@@ -356,13 +373,73 @@ impl Quant for Q6K {
             (sub[n], sub[32 + n]) = (file[192 + 2 * j], file[193 + 2 * j]);
             let (h, c) = (j / 4, j % 4);
             let (low, high) = (&file[64 * h + 32 * (c % 2)..][..32], &file[128 + 32 * h..][..32]);
-            for g in 0..8 {
-                let v = word(low, g) >> (4 * (c / 2)) & LOW | (word(high, g) >> (2 * c) & 0x0303_0303) << 4;
-                sub[Self::SUB_HEAD + at(n, g, 8)..][..4].copy_from_slice(&(v + 0x6060_6060).to_le_bytes());
+            let q = &mut sub[Self::SUB_HEAD..];
+            nibble_lines(n, |g| word(low, g) >> (4 * (c / 2)), q);
+            for p in 0..2 {
+                let line = (0..4).fold(0, |line, g| line | (word(high, 4 * p + g) >> (2 * c) & 0x0303_0303) << (2 * g));
+                q[above(n, p, 2)..][..4].copy_from_slice(&line.to_le_bytes());
             }
         }
         head(n, &file[208..], to)
     }
+}
+
+macro_rules! tables {
+    ($($(#[$doc:meta])* $name:ident: $file:literal bytes, $subs:literal x 32, brain $brain:literal, $table:expr, $put:expr;)*) => {
+        $(
+            $(#[$doc])*
+            pub(super) struct $name;
+            impl Quant for $name {
+                const FILE: usize = $file;
+                const SUBS: usize = $subs;
+                const BITS: usize = 4;
+                const ZERO: Zero = Zero::None;
+                const MIN: Min = Min::None;
+                const TABLE: Option<&'static [i8; 16]> = Some(&$table);
+                const BRAIN: bool = $brain;
+
+                #[inline(always)]
+                fn put(n: usize, file: &[u8], block: &mut [u8]) -> bool {
+                    let put: fn(usize, &[u8; $file], &mut [u8; Self::BYTES]) -> bool = $put;
+                    put(n, file.try_into().expect("a block"), block.try_into().expect("a panel block"))
+                }
+            }
+        )*
+    };
+}
+
+/// IQ4's levels, as in [`crate::quant`].
+const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// E2M1, doubled.
+const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+tables! {
+    /// In the file: d, 16 bytes (k below 16 low, the others high).
+    IQ4NL: 18 bytes, 1 x 32, brain false, IQ4, |n, file, to| {
+        copy_lines(n, &file[2..], &mut to[64..]);
+        head(n, file, to)
+    };
+    /// In the file: d, upper two bits of 8 scales, lower four bits, 8 x 16 bytes.
+    IQ4XS: 136 bytes, 8 x 32, brain false, IQ4, |n, file, to| {
+        for j in 0..8 {
+            let sub = &mut to[64 + Self::SUB * j..][..Self::SUB];
+            let (high, low) = (file[2 + j / 4] >> (j % 4 * 2) & 3, file[4 + j / 2] >> (j % 2 * 4) & 15);
+            sub[n] = (low | high << 4).wrapping_sub(32);
+            copy_lines(n, &file[8 + 16 * j..], &mut sub[64..]);
+        }
+        head(n, file, to)
+    };
+    /// In the file: an exponent, 16 bytes. The scale is half of its power of two, as the table is doubled.
+    MXFP4: 17 bytes, 1 x 32, brain true, E2M1, |n, file, to| {
+        copy_lines(n, &file[1..], &mut to[64..]);
+        let bits = match file[0] {
+            // Subnormal.
+            e @ 0..2 => 0x0020 << e,
+            e => u16::from(e - 1) << 7,
+        };
+        to[2 * n..][..2].copy_from_slice(&bits.to_le_bytes());
+        file[0] < 228
+    };
 }
 
 fn f32_row(block: &[u8], lane: usize, out: &mut [f32]) {
@@ -374,7 +451,7 @@ fn f16_row(block: &[u8], lane: usize, out: &mut [f32]) {
 }
 
 fn bf16_row(block: &[u8], lane: usize, out: &mut [f32]) {
-    out[0] = bf16::from_le_bytes([block[2 * lane], block[2 * lane + 1]]).to_f32();
+    out[0] = bf16_at(block, lane);
 }
 
 /// Scale times quant is exact in an f32, so there is one rounding, at the minimum, here as in the file's own decoder.
@@ -383,7 +460,7 @@ fn quant_row<Q: Quant>(block: &[u8], lane: usize, out: &mut [f32]) {
         let sub = &block[Q::HEAD + j * Q::SUB..][..Q::SUB];
         for (k, v) in out.iter_mut().enumerate() {
             let (scale, min) = scale_and_min::<Q>(block, sub, lane, k / 16);
-            let q = f32::from(stored::<Q>(&sub[Q::SUB_HEAD..], lane, k)) - zero::<Q>();
+            let q = value::<Q>(&sub[Q::SUB_HEAD..], lane, k) as f32;
             *v = match Q::MIN {
                 Min::None => scale * q,
                 Min::Plus => scale * q + min,
@@ -396,30 +473,45 @@ fn quant_row<Q: Quant>(block: &[u8], lane: usize, out: &mut [f32]) {
 /// Scale and minimum of output `lane` for half `half` of the sub-block `sub` of `block`; both products are exact.
 #[inline(always)]
 pub(super) fn scale_and_min<Q: Quant>(block: &[u8], sub: &[u8], lane: usize, half: usize) -> (f32, f32) {
-    if Q::TWO {
-        return (f16_at(block, lane) * f32::from(sub[32 * half + lane] as i8), 0.0);
-    }
-    let (scale, min) = (f16_at(block, lane), if Q::MIN == Min::None { 0.0 } else { f16_at(&block[64..], lane) });
-    if Q::SUBS == 1 { (scale, min) } else { (scale * f32::from(sub[lane]), min * f32::from(sub[32 + lane])) }
-}
-
-#[inline(always)]
-const fn zero<Q: Quant>() -> f32 {
-    match Q::ZERO {
-        Zero::None => 0.0,
-        Zero::Eight => 8.0,
-        Zero::Top => 128.0,
+    let d = if Q::BRAIN { bf16_at(block, lane) } else { f16_at(block, lane) };
+    match Q::MIN {
+        Min::None if Q::SUBS == 1 => (d, 0.0),
+        Min::None => (d * f32::from(sub[if Q::TWO { 32 * half } else { 0 } + lane] as i8), 0.0),
+        _ if Q::SUBS == 1 => (d, f16_at(&block[64..], lane)),
+        _ => (d * f32::from(sub[lane]), f16_at(&block[64..], lane) * f32::from(sub[32 + lane])),
     }
 }
 
-/// The stored quant of output `n` at k, `q` being a sub-block's quants.
+/// The quant of output `n` at k as a number, `q` being a sub-block's quants.
 #[inline(always)]
-fn stored<Q: Quant>(q: &[u8], n: usize, k: usize) -> u8 {
-    if Q::WIDE {
-        return q[at(n, k / 4, 8) + k % 4];
+pub(super) fn value<Q: Quant>(q: &[u8], n: usize, k: usize) -> i32 {
+    let (g, i) = (k / 4, k % 4);
+    let stored = if Q::BITS == 8 {
+        q[at(n, g, 8) + i]
+    } else {
+        let low = q[at(n, g % 4, 4) + i] >> (g / 4 * 4) & 15;
+        match Q::BITS {
+            5 => low | (q[above(n, 0, 1) + i] >> g & 1) << 4,
+            6 => low | (q[above(n, g / 4, 2) + i] >> (g % 4 * 2) & 3) << 4,
+            _ => low,
+        }
+    };
+    if let Some(table) = Q::TABLE {
+        return i32::from(table[usize::from(stored)]);
     }
-    let b = q[at(n, k % 16 / 4, 4) + k % 4];
-    if k < 16 { b & 15 } else { b >> 4 }
+    i32::from(stored)
+        - match Q::ZERO {
+            Zero::None => 0,
+            Zero::Eight => 8,
+            Zero::Sixteen => 16,
+            Zero::ThirtyTwo => 32,
+            Zero::Top => 128,
+        }
+}
+
+#[inline(always)]
+fn bf16_at(bytes: &[u8], n: usize) -> f32 {
+    bf16::from_le_bytes([bytes[2 * n], bytes[2 * n + 1]]).to_f32()
 }
 
 #[inline(always)]

@@ -5,22 +5,26 @@
 //! the number of rows. `maddubs` sums of unsigned quants fit an i16 for a while ([`Quant::FIT`]), and one `madd` then widens
 //! them all. With zero-point 128 quants are signed, so the sign moves to the activation (which is never -128).
 //!
-//! AVX-VNNI multiplies and adds four bytes at once: nothing overflows, and quants with zero-point 128 stay as they are stored,
-//! since what is too much is taken out where the sum starts. Of half a block that is not known, so there the sign moves.
+//! AVX-VNNI multiplies and adds four bytes at once: nothing overflows, and quants of 8 bits stay as they are stored, since
+//! what is too much is taken out where the sum starts.
 //!
 //! Plain: sums stay in registers, R rows by 16 or 32 outputs. Half of a panel at a time goes over [`PASS`] k.
 //!
-//! A block's words lie row after row here: `[r][WORDS]`.
+//! A block's words lie row after row here, `[r][WORDS]`, and in place of the start for zero-point 128 there is that for
+//! zero-point 32 and the first half of k.
 // Several arrays of registers go in step; iterators over them cost spills.
 #![allow(clippy::needless_range_loop)]
 
+mod dot;
+
 use super::{Job, LinearFns, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
-use core::arch::asm;
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
 use core::arch::x86_64::*;
-use core::marker::PhantomData;
 use core::ops::Range;
+#[cfg(test)]
+use dot::Emulated;
+use dot::{Dot, Fours, Pairs, Vnni};
 
 pub(in crate::backend::cpu) static LINEAR: LinearFns = table::<Pairs>();
 /// The same with AVX-VNNI.
@@ -45,6 +49,10 @@ const fn table<D: Dot>() -> LinearFns {
             quant_job::<Q5_1, D>,
             quant_job::<Q5K, D>,
             quant_job::<Q6K, D>,
+            quant_job::<Q5_0, D>,
+            quant_job::<IQ4NL, D>,
+            quant_job::<IQ4XS, D>,
+            quant_job::<MXFP4, D>,
         ],
     }
 }
@@ -92,11 +100,12 @@ unsafe fn quant<Q: Quant, D: Dot, const R: usize>(job: &Job<'_>, tile: &Tile<'_>
         let mut act = tile.act.as_ptr().add(job.first * Q::SUBS * rows * WORDS);
         let mut w = job.w.as_ptr();
         for _ in 0..job.blocks {
-            if first {
-                ahead(w, Q::BYTES);
-            }
             for j in 0..Q::SUBS {
                 let sub = w.add(Q::HEAD + j * Q::SUB);
+                if first {
+                    // As many lines as are read, so that they come one by one.
+                    ahead(sub, Q::BYTES / Q::SUBS);
+                }
                 for quarter in 0..4 {
                     step::<Q, D, R>(w, sub, quarter, act, &mut acc, rows);
                 }
@@ -124,22 +133,21 @@ unsafe fn step<Q: Quant, D: Dot, const R: usize>(
 ) {
     // SAFETY: by the contract.
     unsafe {
-        let d = half_scale(w, quarter);
-        let (scales, min) = if Q::TWO {
-            let s = |half: usize| _mm256_mul_ps(d, signed_bytes(sub.add(32 * half + 8 * quarter)));
-            ([s(0), s(1)], d)
-        } else {
-            let m = if Q::MIN == Min::None { d } else { half_scale(w.add(64), quarter) };
-            if Q::SUBS == 1 {
-                ([d; 2], m)
-            } else {
-                let (s, m) = (_mm256_mul_ps(d, bytes(sub.add(8 * quarter))), _mm256_mul_ps(m, bytes(sub.add(32 + 8 * quarter))));
-                ([s; 2], m)
+        let d = if Q::BRAIN { brain(w, quarter) } else { half_scale(w, quarter) };
+        let part = |i: usize| sub.add(32 * i + 8 * quarter);
+        let (scales, min) = match Q::MIN {
+            _ if Q::TWO => ([_mm256_mul_ps(d, signed_bytes(part(0))), _mm256_mul_ps(d, signed_bytes(part(1)))], d),
+            Min::None if Q::SUBS == 1 => ([d; 2], d),
+            Min::None => ([_mm256_mul_ps(d, signed_bytes(part(0))); 2], d),
+            _ if Q::SUBS == 1 => ([d; 2], half_scale(w.add(64), quarter)),
+            _ => {
+                let m = half_scale(w.add(64), quarter);
+                ([_mm256_mul_ps(d, bytes(part(0))); 2], _mm256_mul_ps(m, bytes(part(1))))
             }
         };
         // MAGIC * scale is exact, so the fma gives dot * scale with its one rounding.
         let magic = scales.map(|s| _mm256_mul_ps(s, _mm256_set1_ps(-MAGIC)));
-        let signed = matches!(Q::ZERO, Zero::Top) && (Q::TWO || !D::FOURS);
+        let signed = Q::SIGNED && !(D::FOURS && Q::BITS == 8);
         let q = unpack::<Q>(sub.add(Q::SUB_HEAD), quarter, signed);
         let abs = if signed { q.map(|q| _mm256_abs_epi8(q)) } else { q };
         for r in 0..rows {
@@ -166,7 +174,8 @@ unsafe fn step<Q: Quant, D: Dot, const R: usize>(
     }
 }
 
-/// The quants of 8 outputs, a vector for four k; with zero-point 128 `signed`, or as they are stored.
+/// The quants of 8 outputs, a vector for four k: with a table as signed bytes, and of 8 bits where `signed`; else as they are
+/// stored.
 ///
 /// # Safety
 /// `q` points to a sub-block's quants.
@@ -175,140 +184,55 @@ unsafe fn step<Q: Quant, D: Dot, const R: usize>(
 unsafe fn unpack<Q: Quant>(q: *const u8, quarter: usize, signed: bool) -> [__m256i; 8] {
     let (half, part) = (quarter / 2, quarter % 2);
     let mut out = [_mm256_setzero_si256(); 8];
+    // Line `l` of `lines` a half.
     // SAFETY: by the contract; panels start on a cache line.
-    let line = |lines: usize, l: usize| unsafe { _mm256_load_si256(q.add((lines * half + l) * 64 + 32 * part).cast()) };
-    if Q::WIDE {
+    let line =
+        |q: *const u8, lines: usize, l: usize| unsafe { _mm256_load_si256(q.add((lines * half + l) * 64 + 32 * part).cast()) };
+    if Q::BITS == 8 {
         for g in 0..8 {
-            out[g] = line(8, g);
+            out[g] = line(q, 8, g);
             if signed {
                 out[g] = _mm256_xor_si256(out[g], _mm256_set1_epi8(-128));
             }
         }
-    } else {
-        let low = _mm256_set1_epi8(15);
-        for l in 0..4 {
-            let line = line(4, l);
-            out[l] = _mm256_and_si256(line, low);
-            out[4 + l] = _mm256_and_si256(_mm256_srli_epi16::<4>(line), low);
+        return out;
+    }
+    let low = _mm256_set1_epi8(15);
+    for l in 0..4 {
+        let line = line(q, 4, l);
+        out[l] = _mm256_and_si256(line, low);
+        out[4 + l] = _mm256_and_si256(_mm256_srli_epi16::<4>(line), low);
+    }
+    // SAFETY: the lines of higher bits follow.
+    let above = unsafe { q.add(512) };
+    if Q::BITS == 5 {
+        let (bits, fifth) = (line(above, 1, 0), _mm256_set1_epi8(16));
+        for g in 0..8 {
+            out[g] = _mm256_or_si256(out[g], _mm256_and_si256(shift(bits, 4 - g as i32), fifth));
         }
+    }
+    if Q::BITS == 6 {
+        let (pairs, high) = ([line(above, 2, 0), line(above, 2, 1)], _mm256_set1_epi8(0x30));
+        for g in 0..8 {
+            out[g] = _mm256_or_si256(out[g], _mm256_and_si256(shift(pairs[g / 4], 4 - 2 * (g % 4) as i32), high));
+        }
+    }
+    if let Some(table) = Q::TABLE {
+        // SAFETY: 16 bytes.
+        let table = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
+        out = out.map(|codes| _mm256_shuffle_epi8(table, codes));
     }
     out
 }
 
-/// How bytes are multiplied and added.
-trait Dot: 'static {
-    /// Four at once, so that quants with zero-point 128 need not be signed where a whole block is summed.
-    const FOURS: bool;
-
-    /// The sum of the products of `count` vectors from `from` on with a row's activations, as the bits of an f32 plus
-    /// [`MAGIC`]. `abs` are the magnitudes of signed quants.
-    ///
-    /// # Safety
-    /// `act` has `WORDS` words; the tier's instructions are there.
-    unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i;
-}
-
-/// Two to an i16.
-struct Pairs;
-
-impl Dot for Pairs {
-    const FOURS: bool = false;
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
-        // SAFETY: by the contract.
-        unsafe {
-            let word = |g: usize| _mm256_set1_epi32(*act.add(4 + g) as i32);
-            let product = |g: usize| match Q::ZERO {
-                Zero::Top => _mm256_maddubs_epi16(abs[g], _mm256_sign_epi8(word(g), q[g])),
-                _ => _mm256_maddubs_epi16(q[g], word(g)),
-            };
-            let ones = _mm256_set1_epi16(1);
-            let init = match Q::ZERO {
-                Zero::Eight => *act.add(2) as i32,
-                _ => MAGIC_BITS,
-            };
-            let mut sum = _mm256_set1_epi32(init);
-            for first in (from..from + count).step_by(Q::FIT) {
-                let mut part = product(first);
-                for g in first + 1..from + count.min(first - from + Q::FIT) {
-                    part = _mm256_add_epi16(part, product(g));
-                }
-                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part, ones));
-            }
-            sum
-        }
-    }
-}
-
-/// Four to an i32.
-struct Fours<I>(PhantomData<I>);
-
-impl<I: Dpbusd> Dot for Fours<I> {
-    const FOURS: bool = true;
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn dot<Q: Quant>(q: &[__m256i; 8], abs: &[__m256i; 8], act: *const u32, from: usize, count: usize) -> __m256i {
-        // SAFETY: by the contract.
-        unsafe {
-            let init = match Q::ZERO {
-                Zero::Eight => *act.add(2) as i32,
-                Zero::Top if !Q::TWO => *act.add(3) as i32,
-                _ => MAGIC_BITS,
-            };
-            let mut sum = _mm256_set1_epi32(init);
-            for g in from..from + count {
-                let x = _mm256_set1_epi32(*act.add(4 + g) as i32);
-                sum = if Q::TWO { I::dpbusd(sum, abs[g], _mm256_sign_epi8(x, q[g])) } else { I::dpbusd(sum, q[g], x) };
-            }
-            sum
-        }
-    }
-}
-
-/// An instruction, or what stands for it.
-trait Dpbusd: 'static {
-    /// `sum + w . x` in each lane: four unsigned bytes by four signed ones, exactly.
-    ///
-    /// # Safety
-    /// The tier's instructions are there.
-    unsafe fn dpbusd(sum: __m256i, w: __m256i, x: __m256i) -> __m256i;
-}
-
-/// AVX-VNNI. Written as it is: the functions around it are those of a tier that does not have it.
-struct Vnni;
-
-impl Dpbusd for Vnni {
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn dpbusd(mut sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
-        // SAFETY: by the contract; registers only.
-        unsafe {
-            asm!(
-                "{{vex}} vpdpbusd {0}, {1}, {2}",
-                inout(ymm_reg) sum, in(ymm_reg) w, in(ymm_reg) x,
-                options(pure, nomem, nostack, preserves_flags),
-            );
-        }
-        sum
-    }
-}
-
-/// Even and odd bytes apart.
-#[cfg(test)]
-struct Emulated;
-
-#[cfg(test)]
-impl Dpbusd for Emulated {
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn dpbusd(sum: __m256i, w: __m256i, x: __m256i) -> __m256i {
-        let (w_even, w_odd) = (_mm256_and_si256(w, _mm256_set1_epi16(255)), _mm256_srli_epi16::<8>(w));
-        let (x_even, x_odd) = (_mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(x)), _mm256_srai_epi16::<8>(x));
-        let both = _mm256_add_epi32(_mm256_madd_epi16(w_even, x_even), _mm256_madd_epi16(w_odd, x_odd));
-        _mm256_add_epi32(sum, both)
+/// Bits to the left, or to the right by a negative number; what crosses bytes is for the caller to mask.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn shift(v: __m256i, left: i32) -> __m256i {
+    match left {
+        0 => v,
+        1.. => _mm256_sll_epi16(v, _mm_cvtsi32_si128(left)),
+        _ => _mm256_srl_epi16(v, _mm_cvtsi32_si128(-left)),
     }
 }
 
@@ -565,12 +489,14 @@ fn quantize(rows: &Rows<'_>, blocks: Range<usize>, out: &mut [u32]) {
             let (scale, inv) = scales(f32::from_bits(_mm_cvtsi128_si32(top) as u32));
             let (keep, inv) = (_mm256_set1_epi32(if inv != 0.0 { -1 } else { 0 }), _mm256_set1_ps(inv));
             let q = v.map(|v| _mm256_and_si256(_mm256_cvtps_epi32(_mm256_mul_ps(v, inv)), keep));
-            let sum = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
-            let sum = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256::<1>(sum));
-            let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b01_00_11_10>(sum));
-            let sum = _mm_add_epi32(sum, _mm_shuffle_epi32::<0b00_00_00_01>(sum));
+            let sums = [_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3])].map(|s| {
+                let s = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256::<1>(s));
+                let s = _mm_add_epi32(s, _mm_shuffle_epi32::<0b01_00_11_10>(s));
+                _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32::<0b00_00_00_01>(s)))
+            });
             let words = &mut words[r * WORDS..][..WORDS];
-            put_head(words, 1, 0, scale, _mm_cvtsi128_si32(sum));
+            put_head(words, 1, 0, scale, sums[0] + sums[1]);
+            words[3] = (MAGIC_BITS - 32 * sums[0]) as u32;
             // Packing interleaves the 128-bit halves: words 0 2 4 6 1 3 5 7 come out in order.
             let q = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
             let q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));

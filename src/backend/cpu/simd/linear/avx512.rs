@@ -7,7 +7,7 @@
 
 use super::{Job, LinearFns, PANEL_BYTES, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
 use core::arch::x86_64::*;
 use core::mem::MaybeUninit;
 use core::ops::Range;
@@ -27,6 +27,10 @@ pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
         quant_job::<Q5_1>,
         quant_job::<Q5K>,
         quant_job::<Q6K>,
+        quant_job::<Q5_0>,
+        quant_job::<IQ4NL>,
+        quant_job::<IQ4XS>,
+        quant_job::<MXFP4>,
     ],
 };
 
@@ -43,7 +47,7 @@ macro_rules! unrolled {
 #[repr(C, align(64))]
 struct Spread(MaybeUninit<[u8; PANEL_BYTES]>);
 
-/// From this many tiles on, nibbles are spread to bytes (and half precision to single) once instead of in every tile.
+/// From this many tiles on, quants are spread to bytes (and half precision to single) once instead of in every tile.
 const SPREAD_FROM: usize = 4;
 
 /// # Safety
@@ -53,7 +57,7 @@ unsafe fn quant_job<Q: Quant>(job: &Job<'_>) {
     assert!(job.w.len() == job.blocks * Q::BYTES, "whole blocks");
     // SAFETY: passed on.
     unsafe {
-        if !Q::WIDE && job.tiles.len() >= SPREAD_FROM {
+        if Q::BITS < 8 && job.tiles.len() >= SPREAD_FROM {
             let mut room = Spread(MaybeUninit::uninit());
             let to: *mut u8 = room.0.as_mut_ptr().cast();
             spread::<Q>(job, to);
@@ -64,13 +68,12 @@ unsafe fn quant_job<Q: Quant>(job: &Job<'_>) {
     }
 }
 
-/// Writes a slice's nibbles as bytes: `[sub-block][half][line 8][64]`.
+/// Writes a slice's quants as bytes: `[sub-block][half][line 8][64]`.
 ///
 /// # Safety
 /// The job's blocks are whole, `to` has `PANEL_BYTES` bytes on a cache line.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn spread<Q: Quant>(job: &Job<'_>, mut to: *mut u8) {
-    let low = _mm512_set1_epi8(15);
     assert!(job.blocks * Q::SUBS * 1024 <= PANEL_BYTES, "a K slice fits");
     for b in 0..job.blocks {
         for j in 0..Q::SUBS {
@@ -79,14 +82,56 @@ unsafe fn spread<Q: Quant>(job: &Job<'_>, mut to: *mut u8) {
                 let q = job.w.as_ptr().add(b * Q::BYTES + Q::HEAD + j * Q::SUB + Q::SUB_HEAD);
                 for h in 0..2 {
                     for l in 0..4 {
-                        let v = line(q, 4 * h + l);
-                        _mm512_store_si512(to.add((8 * h + l) * 64).cast(), _mm512_and_si512(v, low));
-                        _mm512_store_si512(to.add((8 * h + 4 + l) * 64).cast(), _mm512_and_si512(_mm512_srli_epi16::<4>(v), low));
+                        let (a, b) = groups::<Q>(q, h, l);
+                        _mm512_store_si512(to.add((8 * h + l) * 64).cast(), a);
+                        _mm512_store_si512(to.add((8 * h + 4 + l) * 64).cast(), b);
                     }
                 }
                 to = to.add(1024);
             }
         }
+    }
+}
+
+/// Quants of half `h` of the outputs in storage (or the table's, plus 128): k = 4 l + i, and k = 16 + 4 l + i.
+///
+/// # Safety
+/// `q` points to a sub-block's quants.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn groups<Q: Quant>(q: *const u8, h: usize, l: usize) -> (__m512i, __m512i) {
+    // SAFETY: by the contract.
+    unsafe {
+        if Q::BITS == 8 {
+            return (line(q, 8 * h + l), line(q, 8 * h + 4 + l));
+        }
+        let (nibbles, low) = (line(q, 4 * h + l), _mm512_set1_epi8(15));
+        let (mut a, mut b) = (_mm512_and_si512(nibbles, low), _mm512_and_si512(_mm512_srli_epi16::<4>(nibbles), low));
+        // After the 8 lines of nibbles those of higher bits.
+        let shift = l as i32;
+        if Q::BITS == 5 {
+            let (bits, fifth) = (line(q, 8 + h), _mm512_set1_epi8(16));
+            a = _mm512_or_si512(a, _mm512_and_si512(_mm512_sll_epi16(bits, _mm_cvtsi32_si128(4 - shift)), fifth));
+            b = _mm512_or_si512(b, _mm512_and_si512(_mm512_srl_epi16(bits, _mm_cvtsi32_si128(shift)), fifth));
+        }
+        if Q::BITS == 6 {
+            let high = _mm512_set1_epi8(0x30);
+            let pairs = |p: usize| {
+                let v = line(q, 8 + 2 * h + p);
+                let v = match l {
+                    0..2 => _mm512_sll_epi16(v, _mm_cvtsi32_si128(4 - 2 * shift)),
+                    _ => _mm512_srl_epi16(v, _mm_cvtsi32_si128(2 * shift - 4)),
+                };
+                _mm512_and_si512(v, high)
+            };
+            (a, b) = (_mm512_or_si512(a, pairs(0)), _mm512_or_si512(b, pairs(1)));
+        }
+        if let Some(table) = Q::TABLE {
+            let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
+            let table = _mm512_xor_si512(table, _mm512_set1_epi8(-128));
+            (a, b) = (_mm512_shuffle_epi8(table, a), _mm512_shuffle_epi8(table, b));
+        }
+        (a, b)
     }
 }
 
@@ -132,8 +177,18 @@ unsafe fn quant<Q: Quant, const R: usize, const S: bool>(job: &Job<'_>, tile: &T
                     let sub = w.add(Q::HEAD + j * Q::SUB);
                     // f16 times an 8-bit integer is exact.
                     let scale = |k: usize, h: usize| _mm512_mul_ps(d[h], signed_bytes(sub.add(32 * k + 16 * h)));
-                    step_two::<R>(sub.add(Q::SUB_HEAD), act, scale, &mut acc);
+                    step_two::<Q, R, S>(if S { spread } else { sub.add(Q::SUB_HEAD) }, act, scale, &mut acc);
                     act = act.add(R * WORDS);
+                    spread = spread.wrapping_add(1024);
+                }
+            } else if Q::SUBS > 1 && Q::MIN == Min::None {
+                let d = [half_scale(w, 0), half_scale(w, 1)];
+                for j in 0..Q::SUBS {
+                    let sub = w.add(Q::HEAD + j * Q::SUB);
+                    let scale = |h: usize| _mm512_mul_ps(d[h], signed_bytes(sub.add(16 * h)));
+                    step::<Q, R, S>(if S { spread } else { sub.add(Q::SUB_HEAD) }, act, scale, scale, &mut acc);
+                    act = act.add(R * WORDS);
+                    spread = spread.wrapping_add(1024);
                 }
             } else if Q::SUBS > 1 {
                 let d = [half_scale(w, 0), half_scale(w, 1)];
@@ -149,7 +204,8 @@ unsafe fn quant<Q: Quant, const R: usize, const S: bool>(job: &Job<'_>, tile: &T
                 }
             } else {
                 let q = if S { spread } else { w.add(Q::HEAD) };
-                step::<Q, R, S>(q, act, |h| half_scale(w, h), |h| half_scale(w.add(64), h), &mut acc);
+                let scale = |h: usize| if Q::BRAIN { brain(w, h) } else { half_scale(w, h) };
+                step::<Q, R, S>(q, act, scale, |h| half_scale(w.add(64), h), &mut acc);
                 act = act.add(R * WORDS);
                 spread = spread.wrapping_add(1024);
             }
@@ -175,25 +231,32 @@ unsafe fn step<Q: Quant, const R: usize, const S: bool>(
     // SAFETY: by the contract.
     unsafe {
         let mut dot = [[_mm512_set1_epi32(MAGIC_BITS); R]; 2];
-        if !matches!(Q::ZERO, Zero::None) {
-            let init = act.add(R * if matches!(Q::ZERO, Zero::Eight) { 2 } else { 3 });
+        // Activations come with the starts for 8 and for 128.
+        let start = match Q::ZERO {
+            Zero::Eight | Zero::Sixteen => 2,
+            Zero::Top => 3,
+            _ if Q::TABLE.is_some() => 3,
+            _ => 0,
+        };
+        if start > 0 {
             for r in 0..R {
-                dot[0][r] = _mm512_set1_epi32(*init.add(r) as i32);
+                let init = *act.add(start * R + r) as i32;
+                let init = if Q::ZERO == Zero::Sixteen { init + (init - MAGIC_BITS) } else { init };
+                dot[0][r] = _mm512_set1_epi32(init);
                 dot[1][r] = dot[0][r];
             }
         }
         let x = act.add(4 * R);
-        if Q::WIDE || S {
+        if S || Q::BITS == 8 {
             unrolled!(g in [0, 1, 2, 3, 4, 5, 6, 7] {
                 dots(&mut dot, line(q, g), line(q, 8 + g), x.add(g * R));
             });
         } else {
-            let low = _mm512_set1_epi8(15);
             unrolled!(l in [0, 1, 2, 3] {
-                let (a, b) = (line(q, l), line(q, 4 + l));
-                dots(&mut dot, _mm512_and_si512(a, low), _mm512_and_si512(b, low), x.add(l * R));
-                let (a, b) = (_mm512_srli_epi16::<4>(a), _mm512_srli_epi16::<4>(b));
-                dots(&mut dot, _mm512_and_si512(a, low), _mm512_and_si512(b, low), x.add((4 + l) * R));
+                let (a, c) = groups::<Q>(q, 0, l);
+                let (b, d) = groups::<Q>(q, 1, l);
+                dots(&mut dot, a, b, x.add(l * R));
+                dots(&mut dot, c, d, x.add((4 + l) * R));
             });
         }
         for h in 0..2 {
@@ -215,13 +278,13 @@ unsafe fn step<Q: Quant, const R: usize, const S: bool>(
     }
 }
 
-/// As [`step`] for zero-point 128, with a scale for each half of k.
+/// As [`step`] for zero-point 32, with a scale for each half of k.
 ///
 /// # Safety
 /// `act` has `WORDS * R` words, `q` a sub-block's quants.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni")]
-unsafe fn step_two<const R: usize>(
+unsafe fn step_two<Q: Quant, const R: usize, const S: bool>(
     q: *const u8,
     act: *const u32,
     scale: impl Fn(usize, usize) -> __m512,
@@ -230,11 +293,11 @@ unsafe fn step_two<const R: usize>(
     // SAFETY: by the contract.
     unsafe {
         let x = act.add(4 * R);
-        let zero_point = _mm512_set1_epi8(-128);
+        let zero_point = _mm512_set1_epi8(32);
         unrolled!(k in [0, 1] {
             let mut dot = [[_mm512_setzero_si512(); R]; 2];
             for r in 0..R {
-                // The activations hold sums over the whole block only: 128 times the sum over this half.
+                // The activations hold sums over the whole block only: 32 times the sum over this half.
                 let mut sum = _mm512_setzero_si512();
                 unrolled!(g in [0, 1, 2, 3] {
                     sum = _mm512_dpbusd_epi32(sum, zero_point, _mm512_set1_epi32(*x.add((4 * k + g) * R + r) as i32));
@@ -243,7 +306,14 @@ unsafe fn step_two<const R: usize>(
                 dot[1][r] = dot[0][r];
             }
             unrolled!(g in [0, 1, 2, 3] {
-                dots(&mut dot, line(q, 4 * k + g), line(q, 8 + 4 * k + g), x.add((4 * k + g) * R));
+                let half = |h: usize| {
+                    if S {
+                        return line(q, 8 * h + 4 * k + g);
+                    }
+                    let (low, high) = groups::<Q>(q, h, g);
+                    if k == 0 { low } else { high }
+                };
+                dots(&mut dot, half(0), half(1), x.add((4 * k + g) * R));
             });
             for h in 0..2 {
                 let scale = scale(k, h);

@@ -1,12 +1,14 @@
 //! Tiers of 128-bit vectors, written once over [`Four`]: V vectors of four outputs by up to four rows. Same panels, same
 //! order, same bits. A tier's file supplies the vectors and the integer sums; [`table`] makes its kernels.
 //!
-//! Quants with zero-point 128 are signed bytes as soon as their top bit is flipped, so they need no correction; zero-point 8
-//! is taken out of the whole block's sum. Sums are then converted and multiplied, as in the scalar tier: where there is no
-//! fused multiply-add, taking them out of a constant would cost several times that.
+//! Quants are unpacked to signed bytes first, their zero-points taken off, and all rows of a tile pass over them; so their
+//! sums need no correction. Sums are then converted and multiplied, as in the scalar tier: where there is no fused
+//! multiply-add, taking them out of a constant would cost several times that.
+// Several arrays of registers go in step; iterators over them cost spills.
+#![allow(clippy::needless_range_loop)]
 
 use super::{Job, Tile, ahead};
-use crate::backend::cpu::acts::{MAGIC_BITS, WORDS};
+use crate::backend::cpu::acts::WORDS;
 use crate::backend::cpu::panel::{Min, Quant, Zero};
 
 /// Four f32 lanes, and how a tier multiplies integers for as many outputs.
@@ -17,6 +19,8 @@ use crate::backend::cpu::panel::{Min, Quant, Zero};
 pub(super) trait Four: Copy {
     /// Four i32.
     type Sums: Copy;
+    /// 16 bytes: four k of four outputs.
+    type Bytes: Copy;
 
     /// The same value in each lane.
     unsafe fn splat(v: f32) -> Self;
@@ -38,19 +42,31 @@ pub(super) trait Four: Copy {
     unsafe fn neg(self) -> Self;
     /// `self * b + c` with one rounding.
     unsafe fn fma(self, b: Self, c: Self) -> Self;
-    /// `sums + n` as numbers.
-    unsafe fn numbers(sums: Self::Sums, n: i32) -> Self;
+    /// As numbers.
+    unsafe fn numbers(sums: Self::Sums) -> Self;
 
-    /// Sums over 32 k of nibbles for R rows and V vectors of outputs. `q`: 16 V bytes of each of four lines, 64 apart. `x`: 8
-    /// words of each of R rows.
-    unsafe fn nibbles<const R: usize, const V: usize>(q: *const u8, x: *const u32) -> [[Self::Sums; V]; R];
-    /// Sums over an even number of groups of four k, of bytes stored + 128 (`signed`) or of at most five bits. `q`: 16 V bytes
-    /// of each of `groups` lines, 64 apart. `x`: as many words of each of R rows.
-    unsafe fn bytes_of<const R: usize, const V: usize>(
-        q: *const u8,
+    /// The same byte 16 times.
+    unsafe fn byte(v: u8) -> Self::Bytes;
+    /// 16 bytes.
+    unsafe fn line(p: *const u8) -> Self::Bytes;
+    /// `a & b`.
+    unsafe fn and(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// `a | b`.
+    unsafe fn or(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// `a - b` in each byte, modulo 256.
+    unsafe fn less(a: Self::Bytes, b: Self::Bytes) -> Self::Bytes;
+    /// Bits to the left, or to the right by a negative number; what comes from other bytes is any.
+    unsafe fn shift(a: Self::Bytes, left: i32) -> Self::Bytes;
+    /// What a table has at `places`, all below 16.
+    unsafe fn of(table: &[i8; 16], places: Self::Bytes) -> Self::Bytes;
+    /// Sums over `count`, 4 or 8, groups of four k from `from` on of signed bytes and R rows. `x`: 8 words of each row. Products
+    /// of `fit` pairs of bytes add up in an i16; where that is more than one, bytes are 32 at most in size.
+    unsafe fn dot<const R: usize, const V: usize>(
+        q: &[[Self::Bytes; V]; 8],
         x: *const u32,
-        groups: usize,
-        signed: bool,
+        from: usize,
+        count: usize,
+        fit: usize,
     ) -> [[Self::Sums; V]; R];
 }
 
@@ -79,6 +95,10 @@ macro_rules! table {
                 $module::quant::<Q5_1>,
                 $module::quant::<Q5K>,
                 $module::quant::<Q6K>,
+                $module::quant::<Q5_0>,
+                $module::quant::<IQ4NL>,
+                $module::quant::<IQ4XS>,
+                $module::quant::<MXFP4>,
             ],
         };
 
@@ -152,8 +172,6 @@ pub(super) unsafe fn run(job: &Job<'_>, width: usize, kernels: [Kernel; 4]) {
 pub(super) unsafe fn quant<I: Four, Q: Quant, const R: usize, const V: usize>(job: &Job<'_>, tile: &Tile<'_>, first: usize) {
     assert!(job.w.len() == job.blocks * Q::BYTES, "whole blocks");
     assert!(tile.act.len() >= (job.first + job.blocks) * Q::SUBS * WORDS * R, "activations for all blocks");
-    let lines = if Q::WIDE { 8 } else { 4 };
-    let quants = first / 16 * lines * 64 + first % 16 * 4;
     let touch = first == 0 && job.tiles.len() < 4;
     // SAFETY: the blocks and their activations are there, as asserted; `y` is the caller's.
     unsafe {
@@ -167,36 +185,28 @@ pub(super) unsafe fn quant<I: Four, Q: Quant, const R: usize, const V: usize>(jo
             let (mut d, mut m) = ([I::splat(0.0); V], [I::splat(0.0); V]);
             for v in 0..V {
                 let at = 2 * (first + 4 * v);
-                d[v] = I::halves(w.add(at));
+                d[v] = if Q::BRAIN { I::brains(w.add(at)) } else { I::halves(w.add(at)) };
                 if Q::MIN != Min::None {
                     m[v] = I::halves(w.add(64 + at));
                 }
             }
             for j in 0..Q::SUBS {
                 let sub = w.add(Q::HEAD + j * Q::SUB);
-                let q = sub.add(Q::SUB_HEAD + quants);
-                let (mut scale, mut min) = (d, m);
-                if Q::TWO {
-                    for half in 0..2 {
-                        for v in 0..V {
-                            scale[v] = d[v].mul(I::signed_bytes(sub.add(32 * half + first + 4 * v)));
-                        }
-                        let dot = I::bytes_of::<R, V>(q.add(256 * half), act.add((4 + 4 * half) * R), 4, true);
-                        add::<I, Q, R, V>(act, &dot, &scale, &min, &mut acc);
-                    }
-                } else {
-                    if Q::SUBS > 1 {
-                        for v in 0..V {
-                            // f16 times a 6-bit integer is exact.
-                            scale[v] = d[v].mul(I::bytes(sub.add(first + 4 * v)));
-                            min[v] = m[v].mul(I::bytes(sub.add(32 + first + 4 * v)));
+                let q = unpack::<I, Q, V>(sub.add(Q::SUB_HEAD), first);
+                let x = act.add(4 * R);
+                let parts = if Q::TWO { 2 } else { 1 };
+                for part in 0..parts {
+                    let (mut scale, mut min) = (d, m);
+                    for v in 0..V {
+                        // Half precision times 8 bits is exact.
+                        let p = sub.add(first + 4 * v);
+                        match Q::MIN {
+                            _ if Q::SUBS == 1 => {}
+                            Min::None => scale[v] = d[v].mul(I::signed_bytes(p.add(32 * part))),
+                            _ => (scale[v], min[v]) = (d[v].mul(I::bytes(p)), m[v].mul(I::bytes(p.add(32)))),
                         }
                     }
-                    let x = act.add(4 * R);
-                    let dot = match Q::WIDE {
-                        true => I::bytes_of::<R, V>(q, x, 8, matches!(Q::ZERO, Zero::Top)),
-                        false => I::nibbles::<R, V>(q, x),
-                    };
+                    let dot = I::dot::<R, V>(&q, x, 4 * part, 8 / parts, Q::FIT);
                     add::<I, Q, R, V>(act, &dot, &scale, &min, &mut acc);
                 }
                 act = act.add(R * WORDS);
@@ -204,6 +214,51 @@ pub(super) unsafe fn quant<I: Four, Q: Quant, const R: usize, const V: usize>(jo
             w = w.add(Q::BYTES);
         }
         store::<I, R, V>(job, tile, first, &acc);
+    }
+}
+
+/// The quants of 4 V outputs from `first` on as signed bytes, vectors for four k.
+///
+/// # Safety
+/// `q` points to a sub-block's quants.
+#[inline(always)]
+unsafe fn unpack<I: Four, Q: Quant, const V: usize>(q: *const u8, first: usize) -> [[I::Bytes; V]; 8] {
+    let (half, part) = (first / 16, first % 16 * 4);
+    // SAFETY: by the contract.
+    unsafe {
+        let mut out = [[I::byte(0); V]; 8];
+        let (low, fifth, pair) = (I::byte(15), I::byte(16), I::byte(0x30));
+        let zero = I::byte(match Q::ZERO {
+            Zero::None => 0,
+            Zero::Eight => 8,
+            Zero::Sixteen => 16,
+            Zero::ThirtyTwo => 32,
+            Zero::Top => 128,
+        });
+        for v in 0..V {
+            // Line `l` of `lines` a half, `from` bytes on.
+            let at = |from: usize, lines: usize, l: usize| q.wrapping_add(from + (lines * half + l) * 64 + part + 16 * v);
+            for g in 0..8 {
+                let mut bytes = I::line(if Q::BITS == 8 { at(0, 8, g) } else { at(0, 4, g % 4) });
+                if Q::BITS < 8 {
+                    bytes = I::and(if g < 4 { bytes } else { I::shift(bytes, -4) }, low);
+                }
+                if Q::BITS == 5 {
+                    bytes = I::or(bytes, I::and(I::shift(I::line(at(512, 1, 0)), 4 - g as i32), fifth));
+                }
+                if Q::BITS == 6 {
+                    bytes = I::or(bytes, I::and(I::shift(I::line(at(512, 2, g / 4)), 4 - 2 * (g % 4) as i32), pair));
+                }
+                if let Some(table) = Q::TABLE {
+                    bytes = I::of(table, bytes);
+                }
+                if Q::ZERO != Zero::None {
+                    bytes = I::less(bytes, zero);
+                }
+                out[g][v] = bytes;
+            }
+        }
+        out
     }
 }
 
@@ -224,9 +279,8 @@ unsafe fn add<I: Four, Q: Quant, const R: usize, const V: usize>(
         unsafe {
             let scale_x = I::splat(f32::from_bits(*act.add(r)));
             let sum = I::splat(f32::from_bits(*act.add(R + r)));
-            let zero = if Q::ZERO == Zero::Eight { *act.add(2 * R + r) as i32 - MAGIC_BITS } else { 0 };
             for v in 0..V {
-                let t = I::numbers(dot[r][v], zero).mul(scale[v]);
+                let t = I::numbers(dot[r][v]).mul(scale[v]);
                 acc[r][v] = t.fma(scale_x, acc[r][v]);
                 match Q::MIN {
                     Min::None => {}

@@ -7,10 +7,12 @@
 //! | `i8mm` | `smmla`: two outputs, two rows and eight k at once; `sdot` for a row without a mate |
 //!
 //! The instructions of the last two have no stable intrinsics, so they are written as they are.
+// Several arrays of registers go in step; iterators over them cost spills.
+#![allow(clippy::needless_range_loop)]
 
 use super::four::{self, Four};
 use super::{Job, LinearFns, Rows, Tile, scalar};
-use crate::backend::cpu::panel::{Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant};
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant};
 use core::arch::aarch64::*;
 use core::arch::asm;
 use core::marker::PhantomData;
@@ -36,11 +38,11 @@ trait Sums<const R: usize, const V: usize>: Sized {
     /// # Safety
     /// The tier's instructions are there.
     unsafe fn new() -> Self;
-    /// Adds two groups of four k. With `small` at most 8 products come to a place, of at most 31 and 128 in size.
+    /// Adds two groups of four k. With `small` at most 8 products come to a place, of at most 32 and 127 in size.
     ///
     /// # Safety
     /// Two words of each of R rows at `x`; the tier's instructions are there.
-    unsafe fn add(&mut self, groups: &[[int8x16_t; V]; 2], x: *const u32, small: bool);
+    unsafe fn add(&mut self, groups: [&[int8x16_t; V]; 2], x: *const u32, small: bool);
     /// # Safety
     /// The tier's instructions are there.
     unsafe fn finish(self, small: bool) -> [[int32x4_t; V]; R];
@@ -69,6 +71,7 @@ impl Kind for Matrix {
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl<S: Kind> Four for Neon<S> {
     type Sums = int32x4_t;
+    type Bytes = uint8x16_t;
 
     #[inline(always)]
     unsafe fn splat(v: f32) -> Self {
@@ -117,53 +120,60 @@ impl<S: Kind> Four for Neon<S> {
         unsafe { Neon(vfmaq_f32(c.0, self.0, b.0), PhantomData) }
     }
     #[inline(always)]
-    unsafe fn numbers(sums: int32x4_t, n: i32) -> Self {
-        unsafe { Neon(vcvtq_f32_s32(vaddq_s32(sums, vdupq_n_s32(n))), PhantomData) }
+    unsafe fn numbers(sums: int32x4_t) -> Self {
+        unsafe { Neon(vcvtq_f32_s32(sums), PhantomData) }
     }
 
     #[inline(always)]
-    unsafe fn nibbles<const R: usize, const V: usize>(q: *const u8, x: *const u32) -> [[int32x4_t; V]; R] {
-        unsafe {
-            let mask = vdupq_n_u8(15);
-            let mut sums = S::Sums::<R, V>::new();
-            for l in [0, 2] {
-                let mut low = [[vdupq_n_s8(0); V]; 2];
-                let mut high = low;
-                for g in 0..2 {
-                    for v in 0..V {
-                        let line = vld1q_u8(q.add(64 * (l + g) + 16 * v));
-                        low[g][v] = vreinterpretq_s8_u8(vandq_u8(line, mask));
-                        high[g][v] = vreinterpretq_s8_u8(vshrq_n_u8::<4>(line));
-                    }
-                }
-                sums.add(&low, x.add(l * R), true);
-                sums.add(&high, x.add((4 + l) * R), true);
-            }
-            sums.finish(true)
-        }
+    unsafe fn byte(v: u8) -> uint8x16_t {
+        unsafe { vdupq_n_u8(v) }
+    }
+    #[inline(always)]
+    unsafe fn line(p: *const u8) -> uint8x16_t {
+        unsafe { vld1q_u8(p) }
+    }
+    #[inline(always)]
+    unsafe fn and(a: uint8x16_t, b: uint8x16_t) -> uint8x16_t {
+        unsafe { vandq_u8(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn or(a: uint8x16_t, b: uint8x16_t) -> uint8x16_t {
+        unsafe { vorrq_u8(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn less(a: uint8x16_t, b: uint8x16_t) -> uint8x16_t {
+        unsafe { vsubq_u8(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn shift(a: uint8x16_t, left: i32) -> uint8x16_t {
+        // A negative count shifts to the right.
+        unsafe { vshlq_u8(a, vdupq_n_s8(left as i8)) }
+    }
+    #[inline(always)]
+    unsafe fn of(table: &[i8; 16], places: uint8x16_t) -> uint8x16_t {
+        unsafe { vqtbl1q_u8(vld1q_u8(table.as_ptr().cast()), places) }
     }
 
     #[inline(always)]
-    unsafe fn bytes_of<const R: usize, const V: usize>(
-        q: *const u8,
+    unsafe fn dot<const R: usize, const V: usize>(
+        q: &[[uint8x16_t; V]; 8],
         x: *const u32,
-        groups: usize,
-        signed: bool,
+        from: usize,
+        count: usize,
+        fit: usize,
     ) -> [[int32x4_t; V]; R] {
         unsafe {
-            let flip = vdupq_n_u8(if signed { 0x80 } else { 0 });
+            let small = fit > 1;
             let mut sums = S::Sums::<R, V>::new();
-            for first in (0..groups).step_by(2) {
+            for g in (from..from + count).step_by(2) {
                 let mut two = [[vdupq_n_s8(0); V]; 2];
-                for g in 0..2 {
-                    for v in 0..V {
-                        let line = vld1q_u8(q.add(64 * (first + g) + 16 * v));
-                        two[g][v] = vreinterpretq_s8_u8(veorq_u8(line, flip));
-                    }
+                for v in 0..V {
+                    two[0][v] = vreinterpretq_s8_u8(q[g][v]);
+                    two[1][v] = vreinterpretq_s8_u8(q[g + 1][v]);
                 }
-                sums.add(&two, x.add(first * R), !signed);
+                sums.add([&two[0], &two[1]], x.add(g * R), small);
             }
-            sums.finish(!signed)
+            sums.finish(small)
         }
     }
 }
@@ -192,7 +202,7 @@ impl<const R: usize, const V: usize> Sums<R, V> for PlainSums<R, V> {
     }
 
     #[inline(always)]
-    unsafe fn add(&mut self, groups: &[[int8x16_t; V]; 2], x: *const u32, small: bool) {
+    unsafe fn add(&mut self, groups: [&[int8x16_t; V]; 2], x: *const u32, small: bool) {
         for r in 0..R {
             // SAFETY: by the contract.
             unsafe {
@@ -280,7 +290,7 @@ impl<const R: usize, const V: usize> Sums<R, V> for DotSums<R, V> {
     }
 
     #[inline(always)]
-    unsafe fn add(&mut self, groups: &[[int8x16_t; V]; 2], x: *const u32, _: bool) {
+    unsafe fn add(&mut self, groups: [&[int8x16_t; V]; 2], x: *const u32, _: bool) {
         for g in 0..2 {
             for r in 0..R {
                 // SAFETY: by the contract.
@@ -312,7 +322,7 @@ impl<const R: usize, const V: usize> Sums<R, V> for MatrixSums<R, V> {
     }
 
     #[inline(always)]
-    unsafe fn add(&mut self, groups: &[[int8x16_t; V]; 2], x: *const u32, _: bool) {
+    unsafe fn add(&mut self, groups: [&[int8x16_t; V]; 2], x: *const u32, _: bool) {
         // SAFETY: by the contract.
         unsafe {
             for pair in 0..R / 2 {

@@ -15,8 +15,10 @@
 //! x86 machines that have it take that.
 
 use super::{Job, LinearFns, Rows, Tile};
-use crate::backend::cpu::acts::{MAGIC_BITS, WORDS, put_head, quantize_block};
-use crate::backend::cpu::panel::{LANES, Min, Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero, f16_at, scale_and_min};
+use crate::backend::cpu::acts::{WORDS, put_head, quantize_block};
+use crate::backend::cpu::panel::{
+    IQ4NL, IQ4XS, LANES, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant, f16_at, scale_and_min, value,
+};
 use crate::backend::cpu::simd::fused::{EVERYWHERE, fma};
 use core::ops::Range;
 use half::bf16;
@@ -36,6 +38,10 @@ pub(in crate::backend::cpu) static LINEAR: LinearFns = LinearFns {
         quant_base::<Q5_1>,
         quant_base::<Q5K>,
         quant_base::<Q6K>,
+        quant_base::<Q5_0>,
+        quant_base::<IQ4NL>,
+        quant_base::<IQ4XS>,
+        quant_base::<MXFP4>,
     ],
 };
 
@@ -55,6 +61,10 @@ pub(in crate::backend::cpu) static LINEAR_FMA: LinearFns = LinearFns {
         quant_fma::<Q5_1>,
         quant_fma::<Q5K>,
         quant_fma::<Q6K>,
+        quant_fma::<Q5_0>,
+        quant_fma::<IQ4NL>,
+        quant_fma::<IQ4XS>,
+        quant_fma::<MXFP4>,
     ],
 };
 
@@ -117,11 +127,7 @@ unsafe fn quant<Q: Quant, const FUSED: bool>(job: &Job<'_>) {
                 for j in 0..Q::SUBS {
                     let words = &tile.act[((job.first + b) * Q::SUBS + j) * WORDS * tile.rows..][..WORDS * tile.rows];
                     let sub = &block[Q::HEAD + j * Q::SUB..][..Q::SUB];
-                    if Q::TWO {
-                        step_two::<Q, FUSED>(block, sub, words, tile.rows, r, &mut acc);
-                    } else {
-                        step::<Q, FUSED>(block, sub, words, tile.rows, r, &mut acc);
-                    }
+                    step::<Q, FUSED>(block, sub, words, tile.rows, r, &mut acc);
                 }
             }
             y.copy_from_slice(&acc[..y.len()]);
@@ -132,60 +138,26 @@ unsafe fn quant<Q: Quant, const FUSED: bool>(job: &Job<'_>) {
 #[inline(always)]
 fn step<Q: Quant, const FUSED: bool>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
     let word = |i: usize| words[i * rows + r];
-    let init = match Q::ZERO {
-        Zero::None => 0,
-        Zero::Eight => word(2) as i32 - MAGIC_BITS,
-        Zero::Top => word(3) as i32 - MAGIC_BITS,
-    };
-    let mut dot = [init; LANES];
-    let (lines, q) = (if Q::WIDE { 8 } else { 4 }, &sub[Q::SUB_HEAD..]);
-    for l in 0..lines {
-        let low = word(4 + l).to_le_bytes().map(|q| i32::from(q as i8));
-        let high = if Q::WIDE { [0; 4] } else { word(8 + l).to_le_bytes().map(|q| i32::from(q as i8)) };
-        for half in 0..2 {
-            let line = &q[(half * lines + l) * 64..][..64];
-            for (dot, q) in dot[16 * half..].iter_mut().zip(line.as_chunks::<4>().0) {
-                for i in 0..4 {
-                    let q = i32::from(q[i]);
-                    *dot += if Q::WIDE { q * low[i] } else { (q & 15) * low[i] + (q >> 4) * high[i] };
-                }
-            }
-        }
-    }
     let (scale_x, sum_x) = (f32::from_bits(word(0)), f32::from_bits(word(1)));
-    for (n, (acc, dot)) in acc.iter_mut().zip(dot).enumerate() {
-        let (scale, min) = scale_and_min::<Q>(block, sub, n, 0);
-        *acc = fma::<FUSED>(dot as f32 * scale, scale_x, *acc);
-        match Q::MIN {
-            Min::None => {}
-            Min::Plus => *acc = fma::<FUSED>(min, sum_x, *acc),
-            Min::Minus => *acc = fma::<FUSED>(-min, sum_x, *acc),
-        }
-    }
-}
-
-/// As [`step`], with a scale for each half of k.
-#[inline(always)]
-fn step_two<Q: Quant, const FUSED: bool>(block: &[u8], sub: &[u8], words: &[u32], rows: usize, r: usize, acc: &mut [f32; LANES]) {
-    let word = |i: usize| words[i * rows + r];
-    let q = &sub[Q::SUB_HEAD..];
-    for half in 0..2 {
+    let parts = if Q::TWO { 2 } else { 1 };
+    for part in 0..parts {
         let mut dot = [0; LANES];
-        for g in 4 * half..4 * half + 4 {
+        for g in part * 4..part * 4 + 8 / parts {
             let x = word(4 + g).to_le_bytes().map(|q| i32::from(q as i8));
-            for part in 0..2 {
-                let line = &q[(part * 8 + g) * 64..][..64];
-                for (dot, q) in dot[16 * part..].iter_mut().zip(line.as_chunks::<4>().0) {
-                    for i in 0..4 {
-                        *dot += (i32::from(q[i]) - 128) * x[i];
-                    }
+            for (n, dot) in dot.iter_mut().enumerate() {
+                for (i, x) in x.iter().enumerate() {
+                    *dot += value::<Q>(&sub[Q::SUB_HEAD..], n, 4 * g + i) * x;
                 }
             }
         }
-        let scale_x = f32::from_bits(word(0));
         for (n, (acc, dot)) in acc.iter_mut().zip(dot).enumerate() {
-            let (scale, _) = scale_and_min::<Q>(block, sub, n, half);
+            let (scale, min) = scale_and_min::<Q>(block, sub, n, part);
             *acc = fma::<FUSED>(dot as f32 * scale, scale_x, *acc);
+            match Q::MIN {
+                Min::None => {}
+                Min::Plus => *acc = fma::<FUSED>(min, sum_x, *acc),
+                Min::Minus => *acc = fma::<FUSED>(-min, sum_x, *acc),
+            }
         }
     }
 }

@@ -1,12 +1,13 @@
 //! SSE4.1 and SSSE3: a vector of outputs at a time. There are no fused multiply-adds, so [`lanes`] makes them of doubles.
 //!
-//! Integers as in the AVX2 tier: `maddubs` sums of unsigned quants fit an i16 for a while (eight with nibbles: 8 * 2 * 15 *
-//! 128 = 30720; four with five bits: 4 * 2 * 31 * 128 = 31744), and one `madd` then widens them all. Signed quants give their
-//! sign to the activation (2 * 128 * 127 = 32512 fits: an activation is never -128), and every group is widened.
+//! Integers: the sign of a quant moves to the activation (which is never -128), and `maddubs` sums of magnitudes fit an i16
+//! for a while ([`Quant::FIT`]); one `madd` then widens them all.
+// Several arrays of registers go in step; iterators over them cost spills.
+#![allow(clippy::needless_range_loop)]
 
 use super::four::{self, Four};
 use super::{Job, LinearFns, Rows, Tile, scalar};
-use crate::backend::cpu::panel::{Q4_0, Q4_1, Q4K, Q5_1, Q5K, Q6K, Q8_0, Quant};
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant};
 use crate::backend::cpu::simd::lanes::sse41 as lanes;
 use core::arch::x86_64::*;
 use core::ops::Range;
@@ -20,6 +21,7 @@ struct Sse41(__m128);
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Four for Sse41 {
     type Sums = __m128i;
+    type Bytes = __m128i;
 
     #[inline(always)]
     unsafe fn splat(v: f32) -> Self {
@@ -62,68 +64,68 @@ impl Four for Sse41 {
         Sse41(lanes::fma(self.0, b.0, c.0))
     }
     #[inline(always)]
-    unsafe fn numbers(sums: __m128i, n: i32) -> Self {
-        unsafe { Sse41(_mm_cvtepi32_ps(_mm_add_epi32(sums, _mm_set1_epi32(n)))) }
+    unsafe fn numbers(sums: __m128i) -> Self {
+        unsafe { Sse41(_mm_cvtepi32_ps(sums)) }
     }
 
     #[inline(always)]
-    unsafe fn nibbles<const R: usize, const V: usize>(q: *const u8, x: *const u32) -> [[__m128i; V]; R] {
+    unsafe fn byte(v: u8) -> __m128i {
+        unsafe { _mm_set1_epi8(v as i8) }
+    }
+    #[inline(always)]
+    unsafe fn line(p: *const u8) -> __m128i {
+        unsafe { _mm_loadu_si128(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn and(a: __m128i, b: __m128i) -> __m128i {
+        unsafe { _mm_and_si128(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn or(a: __m128i, b: __m128i) -> __m128i {
+        unsafe { _mm_or_si128(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn less(a: __m128i, b: __m128i) -> __m128i {
+        unsafe { _mm_sub_epi8(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn shift(a: __m128i, left: i32) -> __m128i {
         unsafe {
-            let (low, ones) = (_mm_set1_epi8(15), _mm_set1_epi16(1));
-            let mut sums = [[_mm_setzero_si128(); V]; R];
-            for l in 0..4 {
-                for v in 0..V {
-                    let line = _mm_loadu_si128(q.add(64 * l + 16 * v).cast());
-                    let (a, b) = (_mm_and_si128(line, low), _mm_and_si128(_mm_srli_epi16::<4>(line), low));
-                    for r in 0..R {
-                        let (xa, xb) = (word(x.add(l * R + r)), word(x.add((4 + l) * R + r)));
-                        let both = _mm_add_epi16(_mm_maddubs_epi16(a, xa), _mm_maddubs_epi16(b, xb));
-                        sums[r][v] = _mm_add_epi16(sums[r][v], both);
-                    }
-                }
+            match left {
+                0 => a,
+                1.. => _mm_sll_epi16(a, _mm_cvtsi32_si128(left)),
+                _ => _mm_srl_epi16(a, _mm_cvtsi32_si128(-left)),
             }
-            for r in 0..R {
-                for v in 0..V {
-                    sums[r][v] = _mm_madd_epi16(sums[r][v], ones);
-                }
-            }
-            sums
         }
     }
+    #[inline(always)]
+    unsafe fn of(table: &[i8; 16], places: __m128i) -> __m128i {
+        unsafe { _mm_shuffle_epi8(_mm_loadu_si128(table.as_ptr().cast()), places) }
+    }
 
     #[inline(always)]
-    unsafe fn bytes_of<const R: usize, const V: usize>(
-        q: *const u8,
+    unsafe fn dot<const R: usize, const V: usize>(
+        q: &[[__m128i; V]; 8],
         x: *const u32,
-        groups: usize,
-        signed: bool,
+        from: usize,
+        count: usize,
+        fit: usize,
     ) -> [[__m128i; V]; R] {
         unsafe {
-            let (ones, flip) = (_mm_set1_epi16(1), _mm_set1_epi8(-128));
+            let ones = _mm_set1_epi16(1);
             let mut sums = [[_mm_setzero_si128(); V]; R];
-            for four in (0..groups).step_by(4) {
-                let mut short = [[_mm_setzero_si128(); V]; R];
-                for g in four..four + 4 {
-                    for v in 0..V {
-                        let line = _mm_loadu_si128(q.add(64 * g + 16 * v).cast());
-                        let w = if signed { _mm_xor_si128(line, flip) } else { line };
-                        let abs = _mm_abs_epi8(w);
+            for v in 0..V {
+                for first in (from..from + count).step_by(fit) {
+                    let mut short = [_mm_setzero_si128(); R];
+                    for g in first..(first + fit).min(from + count) {
+                        let abs = _mm_abs_epi8(q[g][v]);
                         for r in 0..R {
-                            let x = word(x.add(g * R + r));
-                            if signed {
-                                let pairs = _mm_maddubs_epi16(abs, _mm_sign_epi8(x, w));
-                                sums[r][v] = _mm_add_epi32(sums[r][v], _mm_madd_epi16(pairs, ones));
-                            } else {
-                                short[r][v] = _mm_add_epi16(short[r][v], _mm_maddubs_epi16(line, x));
-                            }
+                            let signed = _mm_sign_epi8(word(x.add(g * R + r)), q[g][v]);
+                            short[r] = _mm_add_epi16(short[r], _mm_maddubs_epi16(abs, signed));
                         }
                     }
-                }
-                if !signed {
                     for r in 0..R {
-                        for v in 0..V {
-                            sums[r][v] = _mm_add_epi32(sums[r][v], _mm_madd_epi16(short[r][v], ones));
-                        }
+                        sums[r][v] = _mm_add_epi32(sums[r][v], _mm_madd_epi16(short[r], ones));
                     }
                 }
             }

@@ -58,7 +58,11 @@ const CASES: &[(FormatId, Compute)] = &[
     (FormatId::Q4_1, Compute::Exact),
     (FormatId::Q6K, Compute::Fast),
     (FormatId::Q6K, Compute::Exact),
+    (FormatId::IQ4NL, Compute::Fast),
     (FormatId::IQ4XS, Compute::Fast),
+    (FormatId::IQ4XS, Compute::Exact),
+    (FormatId::MXFP4, Compute::Fast),
+    (FormatId::Q3K, Compute::Fast),
     (FormatId::F8E4M3, Compute::Fast),
 ];
 
@@ -183,6 +187,9 @@ fn extremes_do_not_saturate() {
         (FormatId::Q4K, 16..144),
         (FormatId::Q5K, 16..176),
         (FormatId::Q6K, 0..192),
+        (FormatId::IQ4NL, 2..18),
+        (FormatId::IQ4XS, 8..136),
+        (FormatId::MXFP4, 1..17),
     ];
     for (format, quants) in quants {
         for fill in [0x80u8, 0x7f, 0x00, 0xff] {
