@@ -1,22 +1,28 @@
-//! Matrix products of every kernel tier, weight format and batch height on one thread, mixtures of experts and norms of heads.
-//! One row reads weights (GB/s of weights), many rows compute (elements are multiply-adds). Every result is compared with the
-//! scalar tier's before it is timed: all tiers give the same bits.
+//! Matrix products of every kernel tier, weight format and batch height on one thread, mixtures of experts, norms, rotations and
+//! gates. Criterion's figures are GB/s of weights for one row and multiply-adds for more; beside them stand, for every case,
+//! GB/s and Gop/s (two for a multiply-add) and their shares of what this core can read and compute at most, which is measured in the same
+//! run. Every result is compared with the scalar tier's before it is timed: all tiers give the same bits.
 //!
 //! `cargo bench --bench kernels -- 'avx2/Q4_0'` picks some.
 
+#[path = "support/peaks.rs"]
+mod peaks;
+
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
-use loquat::arch::{Activation, AttnDims, Glu, NormSpec, RouteSpec, Score};
+use loquat::arch::{Activation, AttnDims, Glu, NormSpec, RopeStyle, RouteSpec, Score};
 use loquat::backend::cpu::{Cpu, CpuBuf, CpuOptions, CpuStep, CpuWeight};
 use loquat::backend::{Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
 use loquat::batch::BatchLimits;
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
 use loquat::weights::TensorView;
+use peaks::{Peaks, Work};
 use std::time::Duration;
 
 const N: usize = 768;
 const K: usize = 1536;
-const ROWS: [usize; 4] = [1, 4, 16, 64];
+const ROWS: [usize; 6] = [1, 2, 4, 8, 32, 128];
+const MOST: usize = ROWS[ROWS.len() - 1];
 /// One row reads this much before it comes back to the same weights: more than a core's own caches hold.
 const FOOTPRINT: u64 = 8 << 20;
 
@@ -60,7 +66,7 @@ impl Device {
     fn new(tier: &str) -> Self {
         let options = CpuOptions { tier: Some(tier.into()), ..CpuOptions::default() };
         let mut cpu = Cpu::new(&options).expect("a tier of this machine");
-        let rows = ROWS[ROWS.len() - 1];
+        let rows = MOST;
         let limits = BatchLimits { tokens: rows, seqs: 1, blocks: 1, rows };
         let dims = AttnDims { heads: 1, kv_heads: 1, qk_dim: 16, v_dim: 16, v_in_k: false };
         let kv = KvShape::one_group(vec![dims], 1, 16, KvDType::F16);
@@ -113,7 +119,7 @@ impl Mixture {
                 down_bias: None,
             })
             .collect();
-        let logits = values(ROWS[3] * MOE.experts, 4);
+        let logits = values(MOST * MOE.experts, 4);
         let mut scores = device.cpu.buf(logits.len()).expect("memory");
         device.cpu.upload(&logits, &mut scores).expect("an upload");
         Mixture { experts, scores }
@@ -173,12 +179,13 @@ fn matmul(criterion: &mut Criterion) {
     let few = values(16 * K, 1);
     let mut truth = Device::new("scalar");
     let mut devices: Vec<_> = Cpu::tiers().map(|t| (t, Device::new(t))).collect();
+    let peaks: Vec<_> = devices.iter().map(|(_, device)| Peaks::measure(&device.cpu, FOOTPRINT as usize)).collect();
     for format in FORMATS {
         // Encoding is slow and a kernel does not mind rows that repeat.
         let bytes = weights(format, &few).repeat(N / 16);
         let w = truth.weight(format, &bytes);
         let expected = ROWS.map(|rows| truth.result(rows, &w));
-        for (tier, device) in &mut devices {
+        for ((tier, device), peaks) in devices.iter_mut().zip(&peaks) {
             let size = device.cpu.weight_bytes(format, N, K);
             let copies: Vec<_> = (0..FOOTPRINT.div_ceil(size)).map(|_| device.weight(format, &bytes)).collect();
             for (rows, expected) in ROWS.iter().zip(&expected) {
@@ -188,9 +195,9 @@ fn matmul(criterion: &mut Criterion) {
                     _ => Throughput::Elements((rows * N * K) as u64),
                 });
                 let mut next = copies.iter().cycle();
-                group.bench_function(format!("{tier}/{format}/{rows}"), |b| {
-                    b.iter(|| device.run(*rows, next.next().expect("a cycle")));
-                });
+                let work = Work { bytes: size, operations: (2 * rows * N * K) as u64, integers: !format.is_plain() };
+                let name = format!("{tier}/{format}/{rows}");
+                peaks.bench(&mut group, &name, work, || device.run(*rows, next.next().expect("a cycle")));
             }
         }
     }
@@ -205,6 +212,7 @@ fn mixture(criterion: &mut Criterion) {
     for tier in Cpu::tiers() {
         let mut device = Device::new(tier);
         let moe = Mixture::new(&mut device);
+        let peaks = Peaks::measure(&device.cpu, FOOTPRINT as usize);
         let expert_bytes = device.cpu.weight_bytes(FormatId::Q4_0, 3 * MOE.intermediate, N);
         for rows in ROWS {
             scalar.run(&mut truth, rows);
@@ -214,36 +222,66 @@ fn mixture(criterion: &mut Criterion) {
                 1 => Throughput::Bytes(MOE.top_k as u64 * expert_bytes),
                 _ => Throughput::Elements((rows * MOE.top_k * 3 * MOE.intermediate * N) as u64),
             });
-            group.bench_function(format!("{tier}/Q4_0/{rows}"), |b| b.iter(|| moe.run(&mut device, rows)));
+            // An expert is read once however many rows chose it; with many rows, all are.
+            let read = (rows * MOE.top_k).min(MOE.experts) as u64 * expert_bytes;
+            let operations = (2 * rows * MOE.top_k * 3 * MOE.intermediate * N) as u64;
+            let work = Work { bytes: read, operations, integers: true };
+            peaks.bench(&mut group, &format!("{tier}/Q4_0/{rows}"), work, || moe.run(&mut device, rows));
         }
     }
     group.finish();
 }
 
-fn norm_heads(criterion: &mut Criterion) {
-    let mut group = criterion.benchmark_group("norm_heads");
+/// What stands between the matrices, in bytes read and written: all of it lies in a core's own caches.
+fn vectors(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("vectors");
     group.sample_size(10).warm_up_time(Duration::from_millis(100)).measurement_time(Duration::from_millis(300));
     let norm = NormSpec::rms(1e-6);
+    let glu = Glu::Act(Activation::Silu);
+    // Cosines and sines of one angle, whichever.
+    let angles: Vec<f32> = (0..MOST * HEADS.dim).map(|i| if i % HEADS.dim < HEADS.dim / 2 { 0.6 } else { 0.8 }).collect();
     let mut first = None;
     for tier in Cpu::tiers() {
         let mut device = Device::new(tier);
-        let mut weight = device.cpu.buf(HEADS.dim).expect("memory");
-        device.cpu.upload(&[1.0; HEADS.dim], &mut weight).expect("an upload");
-        device.cpu.upload(&values(ROWS[3] * N, 5), &mut device.out).expect("an upload");
-        let run = |device: &mut Device, rows| {
-            device.cpu.norm_heads(rows, &mut device.out, HEADS, &norm, &weight).expect("norms");
+        let peaks = Peaks::measure(&device.cpu, FOOTPRINT as usize);
+        let mut buf = |values: &[f32]| {
+            let mut buf = device.cpu.buf(values.len()).expect("memory");
+            device.cpu.upload(values, &mut buf).expect("an upload");
+            buf
         };
-        run(&mut device, ROWS[3]);
-        let result = device.out(ROWS[3]);
-        assert!(*first.get_or_insert_with(|| result.clone()) == result, "{tier} norms of heads: other bits");
-        for rows in [1, ROWS[3]] {
-            // Read and written.
-            group.throughput(Throughput::Bytes((8 * rows * N) as u64));
-            group.bench_function(format!("{tier}/{rows}"), |b| b.iter(|| run(&mut device, rows)));
+        let (head, row, angles) = (buf(&[1.0; HEADS.dim]), buf(&[1.0; N]), buf(&angles));
+        let (mut normed, delta, wide) = (buf(&vec![0.0; MOST * N]), buf(&values(MOST * N, 6)), buf(&values(2 * MOST * N, 7)));
+        let mut run = |device: &mut Device, op: &str, rows: usize| {
+            let Device { cpu, out, .. } = device;
+            match op {
+                "norm of heads" => cpu.norm_heads(rows, out, HEADS, &norm, &head),
+                "rope" => cpu.rope(rows, out, HEADS, &angles, HEADS.dim, RopeStyle::HalfSplit),
+                "add, norm" => cpu.add_norm(rows, N, out, Some((&delta, 0.5)), &norm, &row, None, &mut normed),
+                _ => cpu.gate(rows, N, glu, &wide, out),
+            }
+            .expect("an operation");
+        };
+        // Operation, and values that it reads and writes for each of a row.
+        let ops = [("norm of heads", 2), ("rope", 3), ("add, norm", 4), ("gate", 3)];
+        let mut results = Vec::new();
+        for (op, _) in ops {
+            device.cpu.upload(&values(MOST * N, 5), &mut device.out).expect("an upload");
+            run(&mut device, op, MOST);
+            results.push(device.out(MOST));
+        }
+        assert!(*first.get_or_insert_with(|| results.clone()) == results, "{tier} vectors: other bits");
+        for (op, moved) in ops {
+            device.cpu.upload(&values(MOST * N, 5), &mut device.out).expect("an upload");
+            for rows in [1, 8, MOST] {
+                let bytes = (4 * moved * rows * N) as u64;
+                group.throughput(Throughput::Bytes(bytes));
+                let work = Work { bytes, operations: 0, integers: false };
+                peaks.bench(&mut group, &format!("{tier}/{op}/{rows}"), work, || run(&mut device, op, rows));
+            }
         }
     }
     group.finish();
 }
 
-criterion_group!(benches, matmul, mixture, norm_heads);
+criterion_group!(benches, matmul, mixture, vectors);
 criterion_main!(benches);

@@ -197,7 +197,7 @@ class Llama:
 
 
 class Candle:
-    """Quantised Llama alone: what it cannot run is left out."""
+    """Quantised Llama alone, with rotary tables for 4,096 positions: what it cannot run is left out."""
 
     name = "candle"
 
@@ -205,7 +205,8 @@ class Candle:
         self.program = program
 
     def variants(self, cell):
-        return ["default"] if cell.group in ["decode", "prefill", "batched", "busy"] else []
+        fits = cell.group in ["batched", "busy"] or cell.group in ["decode", "prefill"] and cell.n + STEPS["decode"] <= 4096
+        return ["default"] if fits else []
 
     def command(self, cell, model, _variant):
         rest = ["prefill", cell.n] if cell.group == "prefill" else (

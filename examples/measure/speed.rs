@@ -11,7 +11,7 @@ use crate::support::requests::prompt;
 use crate::support::stats::{median, peak_rss_bytes};
 use crate::{BLOCK_SIZE, MAX_TOKENS, Machine, WARM_SEED, json_wanted, open};
 use loquat::sched::sim::Arrival;
-use loquat::{Engine, EngineConfig, EventKind, FinishReason, Request, Status, TokenId};
+use loquat::{Engine, EventKind, FinishReason, Request, Status, TokenId};
 use serde_json::{Value, json};
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -144,7 +144,7 @@ pub(crate) fn speed(args: &Args, machine: &Machine) -> Result<(), Box<dyn std::e
         let files = open(&path)?;
         let engine = match &profile {
             Some(profile) => profile::engine(&files, &config, profile)?,
-            None => Engine::new(&files, EngineConfig { ..config.clone() })?,
+            None => Engine::new(&files, config.clone())?,
         };
         loads.push(start.elapsed().as_secs_f64() * 1e3);
         Ok(engine)

@@ -11,6 +11,7 @@
 //! | `kv`, `attention`, `simd/attention` | the cache and what reads it |
 //! | `vector`, `simd/vector` | norms, rotations, activations |
 //! | `moe` | mixtures of experts |
+//! | `peak` | what a core can do at most |
 //!
 //! Invariant: a result has the same bits on every tier and for any number of threads.
 
@@ -22,6 +23,7 @@ mod kv;
 mod moe;
 mod ops;
 mod panel;
+mod peak;
 mod pool;
 mod simd;
 mod step;
@@ -31,6 +33,7 @@ mod vector;
 mod weight;
 
 pub use kv::CpuKv;
+pub use peak::Peak;
 pub use step::CpuStep;
 pub use weight::CpuWeight;
 
