@@ -14,7 +14,7 @@ mod linear;
 mod math;
 mod vector;
 
-pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, TurnJob, VECTORS};
+pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, Stored, VECTORS};
 pub(super) use lanes::{Bf16, LANES};
 pub(super) use linear::{Input, LinearFns, Product, Products};
 pub(super) use vector::VectorKernels;
