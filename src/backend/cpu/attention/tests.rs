@@ -221,7 +221,7 @@ impl World {
                 }
             }
         }
-        for tier in Tier::available() {
+        for tier in tiers() {
             for threads in [1, 2, 5] {
                 assert!(
                     bits == self.run(tier, threads, items),
@@ -233,6 +233,15 @@ impl World {
         }
         bits
     }
+}
+
+/// The tiers of this machine, and one with the shapes of AVX-512.
+fn tiers() -> impl Iterator<Item = &'static Tier> {
+    #[cfg(target_arch = "x86_64")]
+    let twin = is_x86_feature_detected!("fma").then_some(&crate::backend::cpu::simd::AVX512_TWIN);
+    #[cfg(not(target_arch = "x86_64"))]
+    let twin = None;
+    Tier::available().chain(twin)
 }
 
 /// Query heads, kv heads, widths.
@@ -325,7 +334,7 @@ fn chunks_change_no_bit() {
         [SMOL, Shape { window: Some(100), ..SMOL }, Shape { window: Some(8), heads: 14, kv_heads: 2, block_size: 64, ..SMOL }]
     {
         let world = World::new(shape, &[600]);
-        for tier in Tier::available() {
+        for tier in tiers() {
             let once = world.run(tier, 2, &[(0, 0, 600)]);
             let cuts = [0, 100, 101, 108, 255, 257, 300, 599, 600];
             let chunked: Vec<_> = cuts.windows(2).flat_map(|c| world.run(tier, 2, &[(0, c[0], c[1])])).collect();
@@ -355,7 +364,7 @@ fn long_contexts_go_in_waves() {
 fn a_nan_query_gives_a_nan_row_and_no_other() {
     let mut world = World::new(SMOL, &[40]);
     world.seqs[0].q[39 * 9 * 64 + 64] = f32::NAN;
-    for tier in Tier::available() {
+    for tier in tiers() {
         let out = world.run(tier, 1, &[(0, 30, 40)]);
         for (row, values) in out.chunks(64).enumerate() {
             assert_eq!(values.iter().any(|v| f32::from_bits(*v).is_nan()), row == 9 * 9 + 1, "{} row {row}", tier.name);
@@ -414,7 +423,7 @@ fn sinks_join_the_softmax() {
 fn infinite_sinks_have_their_limits() {
     let mut world = World::new(SMOL, &[40]);
     let bits = world.run(Tier::best(), 1, &[(0, 38, 40)]);
-    for tier in Tier::available() {
+    for tier in tiers() {
         world.sinks = Some(vec![f32::NEG_INFINITY; 9]);
         assert!(bits == world.run(tier, 1, &[(0, 38, 40)]), "{}", tier.name);
         world.sinks = Some(vec![f32::INFINITY; 9]);
@@ -454,7 +463,7 @@ fn values_in_keys_weigh_as_stored_ones() {
         let (k, v) = (Heads { stride: 96, offset: 0, heads: 1, dim: 56 }, Heads { stride: 96, offset: 56, heads: 1, dim: 40 });
         stored.kv.write(&Pool::new(1).unwrap(), Tier::best(), LAYER, &slots, &src, k, v);
         to.q.copy_from_slice(&from.q);
-        for tier in Tier::available() {
+        for tier in tiers() {
             assert!(latent.run(tier, 1, &[(0, 290, 300)]) == stored.run(tier, 1, &[(0, 290, 300)]), "{}", tier.name);
         }
     }
@@ -486,7 +495,7 @@ fn blocks_behind_the_window_are_never_looked_up() {
                     let first = (start + 1usize).saturating_sub(window);
                     world.seqs[seq].table[..first / shape.block_size].fill(BlockId::NONE);
                 }
-                for (tier, threads) in Tier::available().flat_map(|tier| [(tier, 1), (tier, 3)]) {
+                for (tier, threads) in tiers().flat_map(|tier| [(tier, 1), (tier, 3)]) {
                     assert!(want == world.run(tier, threads, &items), "{} {start} {:?}", tier.name, world.shape);
                 }
                 for (seq, table) in world.seqs.iter_mut().zip(&tables) {
@@ -562,23 +571,5 @@ fn trees_of_prefixes_change_no_bit() {
             world.seqs[seq].table[..first].fill(BlockId::NONE);
         }
         assert!(world.check(&items) == alone(&world, &items), "round {round}: {seqs:?} {items:?}");
-    }
-}
-
-#[test]
-fn kernel_tiles_hold_all_rows_in_the_room_there_is() {
-    for tier in Tier::available() {
-        for rows in 1..=MOST {
-            let (mut first, mut before) = (0, 0);
-            for tile in tier.attention.tiles(rows) {
-                assert_eq!((tile.first, tile.before), (first, before), "{} {rows}", tier.name);
-                assert!((1..=tile.height).contains(&tile.rows) && tile.height <= tier.attention.tile_rows());
-                (first, before) = (first + tile.rows, before + tile.height);
-            }
-            assert_eq!(first, rows, "{}", tier.name);
-            assert!(before <= padded(rows), "{}: {before} for {rows}", tier.name);
-            assert!((0..=MOST - rows).all(|at| padded(at) + before <= padded(at + rows)));
-        }
-        assert_eq!(tier.attention.tiles(0).count(), 0);
     }
 }

@@ -334,6 +334,18 @@ fn vectors(ranges: &[(usize, usize)]) -> (usize, usize) {
     (first / LANES, end.div_ceil(LANES))
 }
 
+/// Heights that [`AttnKernels::tiles`] can promise its room for.
+const fn checked(heights: &'static [usize]) -> &'static [usize] {
+    assert!(heights[0] == 1 && heights[heights.len() - 1] <= MAX_ROWS, "from one row to the most");
+    let mut i = 1;
+    while i < heights.len() {
+        let least = heights[i - 1] + 1;
+        assert!(least <= heights[i] && heights[i] <= least + least / 2, "rising by no more than half");
+        i += 1;
+    }
+    heights
+}
+
 /// The most vectors at a time among the heights from half the highest on.
 const fn most(heights: &[usize], vectors: &[usize]) -> usize {
     let (mut most, mut i) = (1, 0);
@@ -350,7 +362,7 @@ const fn most(heights: &[usize], vectors: &[usize]) -> usize {
 macro_rules! tier {
     ($table:ident, $module:ident, $lanes:ident, $features:tt, $($rows:literal: $b:literal, $n:literal;)*) => {
         pub(in super::super) static $table: AttnKernels = AttnKernels {
-            heights: &[$($rows),*],
+            heights: checked(&[$($rows),*]),
             step: most(&[$($rows),*], &[$($b),*]),
             columns: *[$($n),*].last().expect("a shape"),
             f32: $module::loops::<f32>(),
@@ -458,8 +470,44 @@ tier!(SCALAR_FMA, scalar_fma, Scalar, "fma", 1: 1, 1; 2: 1, 1; 4: 1, 1;);
 tier!(AVX2, avx2, Avx2, "avx2,fma,f16c", 1: 4, 4; 2: 2, 2; 3: 1, 1; 4: 1, 1; 5: 1, 1; 6: 1, 1;);
 // 32 registers: at most 24 hold sums.
 #[cfg(target_arch = "x86_64")]
-tier!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c",
-    1: 8, 4; 2: 4, 4; 3: 4, 4; 4: 4, 4; 6: 4, 4; 8: 2, 2; 12: 2, 2;);
+macro_rules! tier_of_32_registers {
+    ($table:ident, $module:ident, $lanes:ident, $features:tt) => {
+        tier!($table, $module, $lanes, $features,
+            1: 8, 4; 2: 4, 4; 3: 4, 4; 4: 4, 4; 6: 4, 4; 8: 2, 2; 12: 2, 2;);
+    };
+}
+#[cfg(target_arch = "x86_64")]
+tier_of_32_registers!(AVX512, avx512, Avx512, "avx512f,avx512bw,avx512vl,avx2,fma,f16c");
+/// The same shapes for machines without AVX-512: their tiles, panels and padding are tested where its instructions are not.
+#[cfg(all(test, target_arch = "x86_64"))]
+tier_of_32_registers!(AVX512_TWIN, avx512_twin, Scalar, "fma");
 
 /// Values of a panel of keys: half of a first cache.
 const KEYS_PANEL: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernel_tiles_hold_all_rows_in_the_room_there_is() {
+        #[cfg(target_arch = "x86_64")]
+        let tiers = [&SCALAR, &AVX2, &AVX512];
+        #[cfg(not(target_arch = "x86_64"))]
+        let tiers = [&SCALAR];
+        for (i, tier) in tiers.into_iter().enumerate() {
+            for rows in 1..=100 {
+                let (mut first, mut before) = (0, 0);
+                for tile in tier.tiles(rows) {
+                    assert_eq!((tile.first, tile.before), (first, before), "{i} {rows}");
+                    assert!((1..=tile.height).contains(&tile.rows) && tile.height <= tier.tile_rows());
+                    (first, before) = (first + tile.rows, before + tile.height);
+                }
+                assert_eq!(first, rows, "{i}");
+                assert!(before <= rows + rows / 2, "{i}: {before} for {rows}");
+                assert_eq!(tier.tiles(rows).count(), rows.div_ceil(tier.tile_rows()));
+            }
+            assert_eq!(tier.tiles(0).count(), 0);
+        }
+    }
+}
