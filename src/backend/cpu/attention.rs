@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! whole tiles: one thread runs all pieces, joining as it goes
-//! split tiles: those with more work than a fair share; threads run their pieces, the caller joins
+//! split tiles: those with more work than a fair share; threads run their pieces, then join them tile by tile
 //! ```
 //!
 //! Invariants: a row's bits depend on its position, its query and the tokens it sees: not on the tile, on what is split, on
@@ -224,11 +224,11 @@ pub(super) fn attention(
     while done < items || !wholes.is_empty() {
         // As many pieces as there is room for: that of a tile, at least.
         let start = if done < items { item(split, done).2 } else { 0 };
-        let fits = |i: &usize| {
-            let (tile, _, row) = item(split, *i);
-            (row + tile.rows as usize - start) * call.part <= parts.len()
+        let room = |i: &usize| {
+            let (index, _, row) = item(split, *i);
+            (row + split[index].rows as usize - start) * call.part <= parts.len()
         };
-        let now = (done..items).take_while(fits).count();
+        let now = (done..items).take_while(room).count();
         {
             let parts = Disjoint::new(parts);
             let grain = if values < PAYS { usize::MAX } else { 1 };
@@ -236,10 +236,10 @@ pub(super) fn attention(
                 let worker = &mut *workers[thread].lock();
                 for task in tasks {
                     if task < now {
-                        let (tile, piece, row) = item(split, done + task);
-                        let (row, rows) = (row - start, tile.rows as usize);
+                        let (index, piece, row) = item(split, done + task);
+                        let (tile, row) = (&split[index], row - start);
                         // SAFETY: a task is handed out once, and these are its own rows.
-                        let part = unsafe { parts.slice(row * call.part..(row + rows) * call.part) };
+                        let part = unsafe { parts.slice(row * call.part..(row + tile.rows as usize) * call.part) };
                         let rows = &mut [Row::default(); MOST];
                         let rows = call.start(tile, rows, &mut worker.desk);
                         call.piece(tile, rows, piece, &mut worker.desk, part);
@@ -249,16 +249,27 @@ pub(super) fn attention(
                 }
             });
         }
-        for i in done..done + now {
-            let (tile, piece, row) = item(split, i);
-            let index = split.iter().position(|t| t.before == tile.before).expect("a tile of the list");
-            let state = &mut states[index * slot..][..slot];
-            let rows = &mut [Row::default(); MOST][..tile.rows as usize];
-            tiling.rows(tile, rows);
-            call.join(rows, piece, state, &parts[(row - start) * call.part..]);
-            if piece + 1 == (tile.first_piece + tile.pieces) as usize {
-                call.finish(rows, state, &out);
-            }
+        if now > 0 {
+            let (wave, states) = (done..done + now, Disjoint::new(states));
+            let ((first, _, _), (last, _, row)) = (item(split, wave.start), item(split, wave.end - 1));
+            let grain = if (row - start) * call.part < PAYS { usize::MAX } else { 1 };
+            pool.for_each_chunk(last + 1 - first, grain, |_, tiles| {
+                for index in first + tiles.start..first + tiles.end {
+                    // SAFETY: a tile is handed out once, and this is its own state.
+                    let state = unsafe { states.slice(index * slot..(index + 1) * slot) };
+                    let (tile, rows) = (&split[index], &mut [Row::default(); MOST]);
+                    let rows = &mut rows[..tile.rows as usize];
+                    tiling.rows(tile, rows);
+                    let end = tile.before + tile.pieces as usize;
+                    for i in wave.start.max(tile.before)..wave.end.min(end) {
+                        let (_, piece, row) = item(split, i);
+                        call.join(rows, piece, state, &parts[(row - start) * call.part..]);
+                    }
+                    if end <= wave.end {
+                        call.finish(rows, state, &out);
+                    }
+                }
+            });
         }
         done += now;
         wholes = &[];
@@ -266,10 +277,10 @@ pub(super) fn attention(
 }
 
 /// The split tile that the `i`-th piece of all belongs to, the piece, and the rows of all those before it.
-fn item(split: &[Tile], i: usize) -> (&Tile, usize, usize) {
-    let tile = &split[split.partition_point(|t| t.before <= i) - 1];
-    let nth = i - tile.before;
-    (tile, tile.first_piece as usize + nth, tile.rows_before + nth * tile.rows as usize)
+fn item(split: &[Tile], i: usize) -> (usize, usize, usize) {
+    let index = split.partition_point(|t| t.before <= i) - 1;
+    let (tile, nth) = (&split[index], i - split[index].before);
+    (index, tile.first_piece as usize + nth, tile.rows_before + nth * tile.rows as usize)
 }
 
 /// One call's inputs.
