@@ -153,33 +153,33 @@ impl Tiling<'_> {
         whole.clear();
         split.clear();
         let most = self.tile_rows(threads);
-        let seqs = self.batch.order.len();
-        for kv_head in 0..self.kv_heads as u32 {
-            let mut open = false;
-            for i in 0..seqs {
-                let seq = self.batch.order[i] as usize;
-                let rows = self.tokens(seq) * self.group;
-                let (first, end) = (self.sees(seq, 0).0, self.sees(seq, self.tokens(seq) - 1).1);
-                let (first_piece, end_piece) = (first / PIECE, end.div_ceil(PIECE));
-                if let Some(tile) = whole.last_mut().filter(|t| open && t.rows as usize + rows <= most)
-                    && self.batch.common[i] as usize * self.block_size >= first + WORTH
-                {
-                    let end = (tile.first_piece + tile.pieces).max(end_piece as u32);
-                    tile.first_piece = tile.first_piece.min(first_piece as u32);
-                    tile.pieces = end - tile.first_piece;
-                    tile.seqs += 1;
-                    tile.rows += rows as u32;
-                    continue;
+        let mut i = 0;
+        while i < self.batch.order.len() {
+            let seq = self.batch.order[i] as usize;
+            let mut rows = self.tokens(seq) * self.group;
+            let (mut first, mut end) = self.reach(seq);
+            let mut next = i + 1;
+            while let Some(&seq) = self.batch.order.get(next) {
+                let (from, to) = self.reach(seq as usize);
+                let more = self.tokens(seq as usize) * self.group;
+                if rows + more > most || (self.batch.common[next] as usize * self.block_size) < from + WORTH {
+                    break;
                 }
-                // As few as can be, and much alike.
-                let each = rows.div_ceil(rows.div_ceil(most)).next_multiple_of(self.kernel_rows);
+                (first, end) = (first.min(from), end.max(to));
+                (rows, next) = (rows + more, next + 1);
+            }
+            // As few as can be, and much alike. Heads of a block lie side by side: one after the other.
+            let each = rows.div_ceil(rows.div_ceil(most)).next_multiple_of(self.kernel_rows);
+            for kv_head in 0..self.kv_heads as u32 {
                 for row in (0..rows).step_by(each) {
                     let last = rows.min(row + each) - 1;
-                    let (first, end) = (self.sees(seq, row / self.group).0, self.sees(seq, last / self.group).1);
+                    if rows > each {
+                        (first, end) = (self.sees(seq, row / self.group).0, self.sees(seq, last / self.group).1);
+                    }
                     assert!(whole.len() < whole.capacity(), "a batch within the limits");
                     whole.push(Tile {
                         first: i as u32,
-                        seqs: 1,
+                        seqs: (next - i) as u32,
                         kv_head,
                         row: row as u32,
                         rows: (last + 1 - row) as u32,
@@ -189,8 +189,8 @@ impl Tiling<'_> {
                         rows_before: 0,
                     });
                 }
-                open = rows < most;
             }
+            i = next;
         }
         let values = whole.iter().map(|t| self.kernel_tiles(t) * t.pieces as usize).sum::<usize>() * PIECE * self.width;
         if threads == 1 || values < PAYS {
@@ -208,7 +208,8 @@ impl Tiling<'_> {
             }
             keep
         });
-        whole.sort_unstable_by_key(|tile| Reverse(self.cost(tile)));
+        // Those that are alike stay in their order.
+        whole.sort_unstable_by_key(|tile| (Reverse(self.cost(tile)), tile.first, tile.kv_head, tile.row));
         values
     }
 
@@ -270,8 +271,8 @@ impl Tiling<'_> {
             return self.most;
         }
         let work = |seq: &u32| {
-            let (seq, tokens) = (*seq as usize, self.tokens(*seq as usize));
-            tokens * (self.sees(seq, tokens - 1).1.div_ceil(PIECE) - self.sees(seq, 0).0 / PIECE)
+            let (first, end) = self.reach(*seq as usize);
+            self.tokens(*seq as usize) * (end.div_ceil(PIECE) - first / PIECE)
         };
         let work = self.batch.order.iter().map(work).sum::<usize>() * self.group * self.kv_heads;
         (work / (SHARES * threads)).max(1).next_multiple_of(self.kernel_rows).min(self.most)
@@ -289,6 +290,11 @@ impl Tiling<'_> {
     /// Tokens of a sequence in the batch.
     fn tokens(&self, seq: usize) -> usize {
         (self.batch.q_indptr[seq + 1] - self.batch.q_indptr[seq]) as usize
+    }
+
+    /// The positions that any of a sequence's tokens sees, first and end.
+    fn reach(&self, seq: usize) -> (usize, usize) {
+        (self.sees(seq, 0).0, self.sees(seq, self.tokens(seq) - 1).1)
     }
 
     /// The positions that a sequence's i-th token of the batch sees, first and end.

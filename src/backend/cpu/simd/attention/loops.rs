@@ -55,7 +55,8 @@ pub(super) unsafe fn scores<L: Lanes, E: Elem, const R: usize, const B: usize>(q
         for b in 0..B {
             at[b] = keys.at[(group + b).min(end - 1)].cast();
             // After the last keys come the first values.
-            next[b] = if group + B < end { keys.at[(group + B + b).min(end - 1)] } else { keys.after[(first + b).min(end - 1)] };
+            let i = group + b + B.max(KEYS_AHEAD);
+            next[b] = if i < end { keys.at[i] } else { keys.after[(first + i - end).min(end - 1)] };
         }
         let row_bytes = keys.stride * size_of::<E>();
         let mut acc = [[L::splat(0.0); B]; R];
@@ -198,7 +199,7 @@ unsafe fn weigh_columns<L: Lanes, E: Elem, const R: usize, const N: usize>(
     let weights = weights[..R * PIECE].as_ptr();
     while t < end {
         let vector = t / LANES;
-        let ahead = values.at[(vector + 2).min((end - 1) / LANES)].wrapping_add(column * size_of::<E>());
+        let ahead = values.at[(vector + VALUES_AHEAD).min((end - 1) / LANES)].wrapping_add(column * size_of::<E>());
         let from = values.at[vector].cast::<E>();
         let stop = end.min((vector + 1) * LANES);
         while t < stop {
@@ -396,6 +397,9 @@ pub(super) fn narrow<L: Lanes>(from: &[f32], to: &mut [u16]) {
     to_rest.copy_from_slice(&last[..to_rest.len()]);
 }
 
+/// Vectors of keys that are fetched ahead, at least, and of values. One is too near for few rows; more than two lost.
+const KEYS_AHEAD: usize = 2;
+const VALUES_AHEAD: usize = 2;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 /// Up to so many rows the cache's memory is what limits: fetch ahead. Blocks lie anywhere, so the hardware starts anew in each.
