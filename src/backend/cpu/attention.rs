@@ -1,22 +1,22 @@
-//! Attention of a whole batch over the paged cache. A tile is up to a dozen query rows (tokens times the heads of a group) of
-//! one sequence and kv head; it goes over the context in pieces of 256 tokens at fixed positions, and the pieces are joined
-//! in order, a sink at the end. Where values are part of the keys, as in absorbed MLA, all heads share one key: a tile has
-//! several times the rows, and a piece's keys are read from the cache and laid out as values once for all of them.
+//! Attention of a whole batch over the paged cache. A tile is a few dozen query rows of one kv head: tokens times the heads of
+//! a group, of one sequence or of several that share a prefix. It goes over the context in pieces of 256 tokens at fixed
+//! positions, and the pieces are joined in order, a sink at the end. Tokens that several sequences of a tile share are read
+//! once for all of them.
 //!
 //! ```text
 //! whole tiles: one thread runs all pieces, joining as it goes
-//! split tiles: those with more pieces than a fair share; threads run their pieces, the caller joins
+//! split tiles: those with more work than a fair share; threads run their pieces, then join them tile by tile
 //! ```
 //!
-//! Invariants: a row's bits depend on its position, its query and the tokens it sees: not on the tile, on what is split, or
-//! on how much of the prompt came in the same step. Entries of a block table wholly before the first token that any of the
-//! sequence's rows sees are never read: behind a window they may be anything.
+//! Invariants: a row's bits depend on its position, its query and the tokens it sees: not on the tile, on what is split, on
+//! who shares what, or on how much of the prompt came in the same step. Entries of a block table wholly before the first token
+//! that any of the sequence's rows sees are never looked up: behind a window they may be anything.
 #![allow(unsafe_code)]
 
 use super::arena::Aligned;
 use super::kv::CpuKv;
 use super::pool::{Disjoint, Pool};
-use super::simd::{LANES, MAX_ROWS, PART_TAIL, PIECE, PieceJob, Tier, TurnJob, VECTORS};
+use super::simd::{LANES, MAX_ROWS, PART_TAIL, PIECE, Stored, Tier, VECTORS};
 use crate::arch::AttnDims;
 use crate::backend::{AttnArgs, Heads, KvShape};
 use crate::batch::BatchLimits;
@@ -24,6 +24,11 @@ use crate::error::RunError;
 use crate::ids::BlockId;
 use parking_lot::Mutex;
 use std::f32::consts::LOG2_E;
+use tiles::{Row, Run, Tile, Tiling};
+
+pub(super) use tiles::Neighbours;
+
+mod tiles;
 
 /// The arrays of a [`Batch`](crate::batch::Batch) that attention reads, of the layer's group.
 #[derive(Clone, Copy)]
@@ -36,14 +41,20 @@ pub(super) struct AttnBatch<'a> {
     pub(super) block_indptr: &'a [u32],
     /// See [`blocks`](crate::batch::Batch::blocks). Not read for blocks wholly behind a window.
     pub(super) blocks: &'a [BlockId],
+    /// See [`Neighbours::order`].
+    pub(super) order: &'a [u32],
+    /// See [`Neighbours::common`].
+    pub(super) common: &'a [u32],
 }
 
 /// Memory for the largest batch: a call allocates nothing.
 pub(super) struct AttnScratch {
+    /// Tokens of the largest batch.
+    tokens: usize,
     workers: Vec<Mutex<Worker>>,
-    /// `[wave][tile_rows][part]`.
+    /// Rows of the pieces of split tiles that are worked on, `[wave][part]`.
     parts: Vec<f32>,
-    /// `[split tiles][tile_rows][part]`.
+    /// `[split tiles][tile rows][part]`.
     states: Vec<f32>,
     whole: Vec<Tile>,
     split: Vec<Tile>,
@@ -51,27 +62,23 @@ pub(super) struct AttnScratch {
 
 /// What one thread writes.
 struct Worker {
-    q: Vec<f32>,
-    scores: Vec<f32>,
-    /// A piece's values where the cache has keys alone, in the cache's type.
-    values: Aligned<f32>,
+    desk: Desk,
     parts: Vec<f32>,
     state: Vec<f32>,
 }
 
-/// Query rows of one sequence and kv head.
-#[derive(Clone, Copy)]
-struct Tile {
-    seq: u32,
-    kv_head: u32,
-    /// First row: token times group plus head in the group.
-    row: u32,
-    rows: u32,
-    /// Pieces that any of the rows sees.
-    first_piece: u32,
-    pieces: u32,
-    /// Pieces of the split tiles before this one.
-    before: usize,
+/// What a piece is worked on with.
+struct Desk {
+    /// Queries in the kernel tiles of each sequence.
+    own: Vec<f32>,
+    /// Queries in the kernel tiles of each run of sequences.
+    run: Vec<f32>,
+    /// Which runs those are: see [`Call::piece`].
+    runs: u64,
+    /// `[tile rows][PIECE]`, and room.
+    scores: Vec<f32>,
+    /// See [`AttnKernels::panel`](super::simd::AttnKernels::panel).
+    panel: Aligned<f32>,
 }
 
 /// How much memory [`AttnScratch`] takes.
@@ -79,7 +86,7 @@ struct Sizes {
     threads: usize,
     q: usize,
     scores: usize,
-    values: usize,
+    panel: usize,
     slot: usize,
     wave: usize,
     split: usize,
@@ -88,28 +95,27 @@ struct Sizes {
 
 impl Sizes {
     fn new(limits: &BatchLimits, kv: &KvShape, threads: usize, tier: &Tier) -> Self {
-        let rows = tier.attention.tile_rows();
         let widest = |f: &dyn Fn(&AttnDims) -> usize| kv.layers.iter().map(f).max().unwrap_or(0);
         let heads = widest(&|d| d.heads);
+        let rows = |d: &AttnDims| tile_rows(d, limits.tokens, tier);
         // A sequence's tiles of a kv head: tokens * group / rows, rounded up.
-        let tiles = (limits.tokens * heads).div_ceil(rows) + limits.seqs * widest(&|d| d.kv_heads);
+        let tiles = (limits.tokens * heads).div_ceil(tier.attention.tile_rows()) + limits.seqs * widest(&|d| d.kv_heads);
         let several = threads > 1;
         Sizes {
             threads,
-            q: widest(&|d| d.qk_dim * tile_rows(d, tier)),
-            scores: rows * PIECE,
-            values: widest(&|d| if d.v_in_k { d.v_dim.next_multiple_of(LANES) } else { 0 }) * PIECE * kv.dtype.bytes()
-                / size_of::<f32>(),
-            slot: widest(&|d| tile_rows(d, tier) * (d.v_dim.next_multiple_of(LANES) + PART_TAIL)),
-            wave: if several { WAVE * threads } else { 0 },
+            q: widest(&|d| d.qk_dim * padded(rows(d))),
+            scores: (widest(&rows) + MAX_ROWS) * PIECE,
+            panel: widest(&|d| tier.attention.panel(d.qk_dim)),
+            slot: widest(&|d| rows(d) * (d.v_dim.next_multiple_of(LANES) + PART_TAIL)),
+            wave: if several { WAVE * threads * widest(&|d| d.v_dim.next_multiple_of(LANES) + PART_TAIL) } else { 0 },
             split: if several { SHARES * threads } else { 0 },
             tiles,
         }
     }
 
     fn bytes(&self) -> usize {
-        let worker = self.q + self.scores + self.values + 2 * self.slot;
-        let floats = self.threads * worker + (self.wave + self.split) * self.slot;
+        let worker = 2 * self.q + self.scores + self.panel + 2 * self.slot;
+        let floats = self.threads * worker + self.wave + self.split * self.slot;
         floats * size_of::<f32>() + self.threads * size_of::<Mutex<Worker>>() + (self.tiles + self.split) * size_of::<Tile>()
     }
 }
@@ -128,17 +134,14 @@ impl AttnScratch {
         let s = Sizes::new(limits, kv, threads, tier);
         let mut workers = reserved(s.threads)?;
         for _ in 0..s.threads {
-            workers.push(Mutex::new(Worker {
-                q: zeros(s.q)?,
-                scores: zeros(s.scores)?,
-                values: Aligned::zeroed(s.values)?,
-                parts: zeros(s.slot)?,
-                state: zeros(s.slot)?,
-            }));
+            let (own, run, scores, panel) = (zeros(s.q)?, zeros(s.q)?, zeros(s.scores)?, Aligned::zeroed(s.panel)?);
+            let desk = Desk { own, run, runs: 0, scores, panel };
+            workers.push(Mutex::new(Worker { desk, parts: zeros(s.slot)?, state: zeros(s.slot)? }));
         }
         Ok(AttnScratch {
+            tokens: limits.tokens,
             workers,
-            parts: zeros(s.wave * s.slot)?,
+            parts: zeros(s.wave)?,
             states: zeros(s.split * s.slot)?,
             whole: reserved(s.tiles)?,
             split: reserved(s.split)?,
@@ -162,8 +165,14 @@ fn zeros(n: usize) -> Result<Vec<f32>, RunError> {
 }
 
 /// The most rows in a tile of such a layer.
-fn tile_rows(dims: &AttnDims, tier: &Tier) -> usize {
-    tier.attention.tile_rows() * if dims.v_in_k { SHARED_TILES } else { 1 }
+fn tile_rows(dims: &AttnDims, tokens: usize, tier: &Tier) -> usize {
+    let (kernel, all) = (tier.attention.tile_rows(), tokens * (dims.heads / dims.kv_heads));
+    all.clamp(1, MOST / kernel * kernel).next_multiple_of(kernel)
+}
+
+/// Room for the queries of so many rows in their kernel tiles: see [`AttnKernels::tiles`](super::simd::AttnKernels::tiles).
+fn padded(rows: usize) -> usize {
+    rows + rows / 2
 }
 
 /// Causal attention of the batch's queries over the cache; `out` is `[T, heads * v_dim]`. `sinks` has one more score for
@@ -192,18 +201,34 @@ pub(super) fn attention(
     assert_eq!(dims.v_in_k, kv.v_in_k(layer), "values in the keys of layer {layer}");
     assert!(sinks.is_none_or(|s| s.len() >= dims.heads), "a sink for each of {} heads", dims.heads);
     assert!(tokens == 0 || q_src.len() >= (tokens - 1) * q.stride + q.offset + q.heads * q.dim, "queries of {tokens} tokens");
-    let call = Call { tier, batch, args, sinks, q_src, q, kv, layer, group: dims.heads / dims.kv_heads };
-    let AttnScratch { workers, parts, states, whole, split } = scratch;
-    let values = call.tile(pool.threads(), whole, split);
+    let AttnScratch { tokens: most_tokens, workers, parts, states, whole, split } = scratch;
+    let (group, v_width) = (dims.heads / dims.kv_heads, kv.v_width(layer));
+    let tiling = Tiling {
+        batch,
+        group,
+        kv_heads: dims.kv_heads,
+        window: args.window,
+        block_size: kv.block_size(),
+        kernel_rows: tier.attention.tile_rows(),
+        most: tile_rows(&dims, *most_tokens, tier),
+        width: dims.qk_dim + dims.v_dim,
+    };
+    let call = Call { tier, tiling, args, sinks, q_src, q, kv, layer, part: v_width + PART_TAIL };
+    let values = tiling.list(pool.threads(), whole, split);
 
-    let slot = tile_rows(&dims, tier) * call.part();
-    let wave = parts.len() / slot;
+    let slot = tiling.most * call.part;
     let out = Disjoint::new(&mut out[..tokens * dims.heads * dims.v_dim]);
     let items = split.iter().map(|t| t.pieces as usize).sum::<usize>();
     let mut done = 0;
     let mut wholes = whole.as_slice();
     while done < items || !wholes.is_empty() {
-        let now = wave.min(items - done);
+        // As many pieces as there is room for: that of a tile, at least.
+        let start = if done < items { item(split, done).2 } else { 0 };
+        let room = |i: &usize| {
+            let (index, _, row) = item(split, *i);
+            (row + split[index].rows as usize - start) * call.part <= parts.len()
+        };
+        let now = (done..items).take_while(room).count();
         {
             let parts = Disjoint::new(parts);
             let grain = if values < PAYS { usize::MAX } else { 1 };
@@ -211,261 +236,255 @@ pub(super) fn attention(
                 let worker = &mut *workers[thread].lock();
                 for task in tasks {
                     if task < now {
-                        let (tile, piece) = item(split, done + task);
-                        // SAFETY: a task is handed out once, and this is its own part.
-                        let part = unsafe { parts.slice(task * slot..(task + 1) * slot) };
-                        call.load_queries(tile, &mut worker.q);
-                        call.piece(tile, piece, &worker.q, &mut worker.scores, &mut worker.values, part);
+                        let (index, piece, row) = item(split, done + task);
+                        let (tile, row) = (&split[index], row - start);
+                        // SAFETY: a task is handed out once, and these are its own rows.
+                        let part = unsafe { parts.slice(row * call.part..(row + tile.rows as usize) * call.part) };
+                        let rows = &mut [Row::default(); MOST];
+                        let rows = call.start(tile, rows, &mut worker.desk);
+                        call.piece(tile, rows, piece, &mut worker.desk, part);
                     } else {
                         call.whole(&wholes[task - now], worker, &out);
                     }
                 }
             });
         }
-        for task in 0..now {
-            let (tile, piece) = item(split, done + task);
-            let index = split.iter().position(|t| t.before == tile.before).expect("a tile of the list");
-            let state = &mut states[index * slot..][..slot];
-            call.join(tile, piece, state, &parts[task * slot..][..slot]);
-            if piece + 1 == (tile.first_piece + tile.pieces) as usize {
-                call.finish(tile, state, &out);
-            }
+        if now > 0 {
+            let (wave, states) = (done..done + now, Disjoint::new(states));
+            let ((first, _, _), (last, _, row)) = (item(split, wave.start), item(split, wave.end - 1));
+            let grain = if (row - start) * call.part < PAYS { usize::MAX } else { 1 };
+            pool.for_each_chunk(last + 1 - first, grain, |_, tiles| {
+                for index in first + tiles.start..first + tiles.end {
+                    // SAFETY: a tile is handed out once, and this is its own state.
+                    let state = unsafe { states.slice(index * slot..(index + 1) * slot) };
+                    let (tile, rows) = (&split[index], &mut [Row::default(); MOST]);
+                    let rows = &mut rows[..tile.rows as usize];
+                    tiling.rows(tile, rows);
+                    let end = tile.before + tile.pieces as usize;
+                    for i in wave.start.max(tile.before)..wave.end.min(end) {
+                        let (_, piece, row) = item(split, i);
+                        call.join(rows, piece, state, &parts[(row - start) * call.part..]);
+                    }
+                    if end <= wave.end {
+                        call.finish(rows, state, &out);
+                    }
+                }
+            });
         }
         done += now;
         wholes = &[];
     }
 }
 
-/// The split tile that the `i`-th piece of all belongs to, and the piece.
-fn item(split: &[Tile], i: usize) -> (&Tile, usize) {
-    let tile = &split[split.partition_point(|t| t.before <= i) - 1];
-    (tile, tile.first_piece as usize + i - tile.before)
+/// The split tile that the `i`-th piece of all belongs to, the piece, and the rows of all those before it.
+fn item(split: &[Tile], i: usize) -> (usize, usize, usize) {
+    let index = split.partition_point(|t| t.before <= i) - 1;
+    let (tile, nth) = (&split[index], i - split[index].before);
+    (index, tile.first_piece as usize + nth, tile.rows_before + nth * tile.rows as usize)
 }
 
 /// One call's inputs.
 struct Call<'a> {
     tier: &'a Tier,
-    batch: AttnBatch<'a>,
+    tiling: Tiling<'a>,
     args: &'a AttnArgs,
     sinks: Option<&'a [f32]>,
     q_src: &'a [f32],
     q: Heads,
     kv: &'a CpuKv,
     layer: usize,
-    /// Query heads of a kv head.
-    group: usize,
+    /// Values of a row's part.
+    part: usize,
 }
 
 impl Call<'_> {
-    /// Lists the tiles, those apart that are more than a fair share of the work. Says how many values of the cache they read.
-    fn tile(&self, threads: usize, whole: &mut Vec<Tile>, split: &mut Vec<Tile>) -> usize {
-        whole.clear();
-        split.clear();
-        let most = tile_rows(&self.args.dims, self.tier);
-        let (mut total, mut seen) = (0, 0);
-        for seq in 0..self.batch.kv_lens.len() {
-            let rows = (self.batch.q_indptr[seq + 1] - self.batch.q_indptr[seq]) as usize * self.group;
-            for kv_head in 0..self.args.dims.kv_heads {
-                for row in (0..rows).step_by(most) {
-                    let mut tile = Tile {
-                        seq: seq as u32,
-                        kv_head: kv_head as u32,
-                        row: row as u32,
-                        rows: most.min(rows - row) as u32,
-                        first_piece: 0,
-                        pieces: 0,
-                        before: 0,
-                    };
-                    let (first, _) = self.sees(&tile, 0);
-                    let (_, end) = self.sees(&tile, tile.rows as usize - 1);
-                    tile.first_piece = (first / PIECE) as u32;
-                    tile.pieces = (end.div_ceil(PIECE) - first / PIECE) as u32;
-                    total += tile.pieces as usize;
-                    seen += end - first;
-                    assert!(whole.len() < whole.capacity(), "a batch within the limits");
-                    whole.push(tile);
-                }
-            }
+    /// Lists the rows of a tile and loads their queries, sequence by sequence.
+    fn start<'r>(&self, tile: &Tile, rows: &'r mut [Row; MOST], desk: &mut Desk) -> &'r [Row] {
+        let rows = &mut rows[..tile.rows as usize];
+        self.tiling.rows(tile, rows);
+        for span in self.tiling.spans(tile) {
+            self.load_queries(&rows[span.at..][..span.rows], &mut desk.own[padded(span.at) * self.q.dim..]);
         }
-        let values = seen * (self.args.dims.qk_dim + self.args.dims.v_dim);
-        if threads == 1 || values < PAYS {
-            return values;
-        }
-        // Fewer than SHARES * threads tiles can have more than this.
-        let share = (total / (SHARES * threads)).max(1);
-        let mut before = 0;
-        whole.retain(|tile| {
-            let keep = tile.pieces as usize <= share;
-            if !keep {
-                split.push(Tile { before, ..*tile });
-                before += tile.pieces as usize;
-            }
-            keep
-        });
-        values
+        desk.runs = 0;
+        rows
     }
 
-    /// Values of a row's part.
-    fn part(&self) -> usize {
-        self.kv.v_width(self.layer) + PART_TAIL
-    }
-
-    /// The positions that row `r` of a tile sees, first and end.
-    fn sees(&self, tile: &Tile, r: usize) -> (usize, usize) {
-        let seq = tile.seq as usize;
-        let tokens = (self.batch.q_indptr[seq + 1] - self.batch.q_indptr[seq]) as usize;
-        let end = self.batch.kv_lens[seq] as usize - tokens + (tile.row as usize + r) / self.group + 1;
-        (self.args.window.map_or(0, |w| end.saturating_sub(w)), end)
-    }
-
-    /// The tokens of a piece that row `r` of a tile sees; first = end where it sees none.
-    fn range(&self, tile: &Tile, r: usize, piece: usize) -> (usize, usize) {
-        let (first, end) = self.sees(tile, r);
-        let (first, end) = (first.saturating_sub(piece * PIECE), end.saturating_sub(piece * PIECE).min(PIECE));
-        if first < end { (first, end) } else { (0, 0) }
-    }
-
-    /// The parts of a tile that the kernels take at once: first row and rows of each.
-    fn kernel_tiles(&self, tile: &Tile) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let (most, rows) = (self.tier.attention.tile_rows(), tile.rows as usize);
-        (0..rows).step_by(most).map(move |first| (first, most.min(rows - first)))
-    }
-
-    /// A row's token in the batch and its head.
-    fn place(&self, tile: &Tile, r: usize) -> (usize, usize) {
-        let row = tile.row as usize + r;
-        let token = self.batch.q_indptr[tile.seq as usize] as usize + row / self.group;
-        (token, tile.kv_head as usize * self.group + row % self.group)
-    }
-
-    /// The tile's queries as `[qk_dim][height]` for each kernel tile, times the factor on the scores.
-    fn load_queries(&self, tile: &Tile, to: &mut [f32]) {
+    /// Queries of rows that go together as `[qk_dim][height]` for each kernel tile, times the factor on the scores.
+    fn load_queries(&self, rows: &[Row], to: &mut [f32]) {
         let factor = match self.args.softcap {
             None => self.args.scale * LOG2_E,
             Some(cap) => self.args.scale / cap,
         };
-        for (first, rows) in self.kernel_tiles(tile) {
-            let height = self.tier.attention.height(rows);
-            let to = &mut to[first * self.q.dim..][..height * self.q.dim];
-            for r in 0..height {
-                if r < rows {
-                    let (token, head) = self.place(tile, first + r);
-                    let from = &self.q_src[token * self.q.stride + self.q.offset + head * self.q.dim..][..self.q.dim];
-                    for (d, v) in from.iter().enumerate() {
-                        to[d * height + r] = v * factor;
-                    }
-                } else {
-                    for d in 0..self.q.dim {
-                        to[d * height + r] = 0.0;
-                    }
-                }
+        let dim = self.q.dim;
+        for tile in self.tier.attention.tiles(rows.len()) {
+            let mut from: [&[f32]; MAX_ROWS] = [&[]; MAX_ROWS];
+            for (from, row) in from.iter_mut().zip(&rows[tile.first..][..tile.rows]) {
+                *from = &self.q_src[row.token as usize * self.q.stride + self.q.offset + row.head as usize * dim..][..dim];
             }
+            self.tier.attention.queries(&from[..tile.rows], factor, &mut to[tile.before * dim..][..tile.height * dim]);
         }
     }
 
-    /// Runs a tile over a piece.
-    fn piece(&self, tile: &Tile, piece: usize, q: &[f32], scores: &mut [f32], turned: &mut [f32], parts: &mut [f32]) {
-        let seen = (0..tile.rows as usize).map(|r| self.range(tile, r, piece)).filter(|r| r.0 < r.1);
-        let (first, end) = seen.fold((VECTORS, 0), |(first, end), r| (first.min(r.0 / LANES), end.max(r.1.div_ceil(LANES))));
-        if first >= end {
-            return;
+    /// Runs a tile over a piece: what the sequences of a run share for all their rows at once, and the rest for each. Bit i of
+    /// `desk.runs` says that the row is the first of a run of several sequences, or its last: whose queries are loaded.
+    fn piece(&self, tile: &Tile, rows: &[Row], piece: usize, desk: &mut Desk, parts: &mut [f32]) {
+        let bounds = |run: Run| 1u64 << run.at | 1u64 << (run.at + run.rows - 1);
+        let runs = || self.tiling.runs(tile, piece).filter(|run| run.spans > 1);
+        let loaded = runs().fold(0, |all, run| all | bounds(run));
+        if loaded != desk.runs {
+            for run in runs() {
+                self.load_queries(&rows[run.at..][..run.rows], &mut desk.run[padded(run.at) * self.q.dim..]);
+            }
+            desk.runs = loaded;
         }
-        // A vector of tokens is in one block: of those before the first that is seen none is looked up.
-        let blocks = &self.batch.blocks[self.batch.block_indptr[tile.seq as usize] as usize..];
-        let (size, block_size, v_width) = (self.kv.dtype().bytes(), self.kv.block_size(), self.kv.v_width(self.layer));
-        let v_in_k = self.args.dims.v_in_k;
-        let (mut keys, mut values) = ([std::ptr::null(); VECTORS], [std::ptr::null(); VECTORS]);
+        let mut ranges = [(0, 0); MOST];
+        for (range, row) in ranges.iter_mut().zip(rows) {
+            *range = row.range(piece);
+        }
+        for run in self.tiling.runs(tile, piece) {
+            self.run(tile, piece, run, &ranges[run.at..][..run.rows], desk, &mut parts[run.at * self.part..]);
+        }
+    }
+
+    /// What neighbouring sequences share of a piece, then what each has for itself; `ranges` are those of the run's rows.
+    fn run(&self, tile: &Tile, piece: usize, run: Run, ranges: &[(usize, usize)], desk: &mut Desk, parts: &mut [f32]) {
+        let kernels = self.tier.attention;
+        let Desk { own, run: queries, scores, panel, .. } = desk;
+        let together = Stretch { seq: run.seq, at: 0, rows: run.rows, tokens: (0, run.shared) };
+        let apart = self.tiling.spans(tile).filter(|span| run.shared < PIECE && run.holds(span));
+        let apart = apart.map(|s| Stretch { seq: s.seq, at: s.at - run.at, rows: s.rows, tokens: (run.shared, PIECE) });
+        let (mut seen, mut others) = ([(0, 0); MOST], [(0, 0); MOST]);
+        let scores = &mut scores[run.at * PIECE..];
+        let q = if run.spans == 1 { &own[..] } else { &queries[..] };
+        let (some, stored) = self.seen(tile, &together, piece, ranges, &mut seen);
+        // SAFETY: every vector that a row sees points into its head of its block, at the row that `CpuKv` documents; the cache
+        // is borrowed for the whole call, so nobody writes it.
+        unsafe { kernels.scores(&q[padded(run.at) * self.q.dim..], some, &stored, panel, scores) };
+        for stretch in apart.clone() {
+            let (some, stored) = self.seen(tile, &stretch, piece, ranges, &mut others);
+            let q = &own[padded(run.at + stretch.at) * self.q.dim..];
+            // SAFETY: as above.
+            unsafe { kernels.scores(q, some, &stored, panel, &mut scores[stretch.at * PIECE..]) };
+        }
+        let cap = self.args.softcap.map(|cap| cap * LOG2_E);
+        kernels.softmax(ranges, cap, scores, parts, self.part - PART_TAIL);
+        // SAFETY: as above.
+        unsafe { kernels.weigh(scores, some, &stored, panel, parts) };
+        for stretch in apart {
+            let (some, stored) = self.seen(tile, &stretch, piece, ranges, &mut others);
+            let (weights, parts) = (&scores[stretch.at * PIECE..], &mut parts[stretch.at * self.part..]);
+            // SAFETY: as above.
+            unsafe { kernels.weigh(weights, some, &stored, panel, parts) };
+        }
+    }
+
+    /// Which tokens of a stretch each of its rows sees, and where those lie. Of vectors that no row sees none is looked up.
+    fn seen<'r>(
+        &self,
+        tile: &Tile,
+        stretch: &Stretch,
+        piece: usize,
+        ranges: &[(usize, usize)],
+        seen: &'r mut [(usize, usize); MOST],
+    ) -> (&'r [(usize, usize)], Stored) {
+        let (kv, v_in_k, (start, stop)) = (self.kv, self.args.dims.v_in_k, stretch.tokens);
+        let seen = &mut seen[..stretch.rows];
+        let (mut first, mut end) = (VECTORS, 0);
+        for (seen, range) in seen.iter_mut().zip(&ranges[stretch.at..]) {
+            *seen = (range.0.clamp(start, stop), range.1.clamp(start, stop));
+            if seen.0 < seen.1 {
+                (first, end) = (first.min(seen.0 / LANES), end.max(seen.1.div_ceil(LANES)));
+            }
+        }
+        let (dtype, block_size, v_width) = (kv.dtype(), kv.block_size(), self.part - PART_TAIL);
+        let blocks = &self.tiling.batch.blocks[self.tiling.batch.block_indptr[stretch.seq] as usize..];
+        let mut stored = Stored {
+            keys: [std::ptr::null(); VECTORS],
+            values: [std::ptr::null(); VECTORS],
+            dtype,
+            qk_dim: self.q.dim,
+            v_width,
+            v_in_k,
+            block_size,
+        };
         for i in first..end {
+            // A vector of tokens is in one block.
             let token = piece * PIECE + i * LANES;
-            let (k, v) = self.kv.head(self.layer, blocks[token / block_size], tile.kv_head as usize);
-            keys[i] = k[token % block_size * size..].as_ptr();
+            let (k, v) = kv.head(self.layer, blocks[token / block_size], tile.kv_head as usize);
+            stored.keys[i] = k[token % block_size * dtype.bytes()..].as_ptr();
             if !v_in_k {
-                values[i] = v[token % block_size * v_width * size..].as_ptr();
+                stored.values[i] = v[token % block_size * v_width * dtype.bytes()..].as_ptr();
             }
         }
-        let (qk_dim, dtype) = (self.args.dims.qk_dim, self.kv.dtype());
-        if v_in_k {
-            let to = bytemuck::cast_slice_mut::<f32, u8>(turned);
-            let mut job = TurnJob { keys: &keys, vectors: first..end, qk_dim, v_width, block_size, to };
-            // SAFETY: as below.
-            unsafe { self.tier.attention.turn(dtype, &mut job) };
-            let turned = bytemuck::cast_slice::<f32, u8>(turned);
-            for i in first..end {
-                values[i] = turned[i * LANES * v_width * size..].as_ptr();
-            }
-        }
-        for (row, rows) in self.kernel_tiles(tile) {
-            let mut ranges = [(0, 0); MAX_ROWS];
-            for (r, range) in ranges[..rows].iter_mut().enumerate() {
-                *range = self.range(tile, row + r, piece);
-            }
-            let mut job = PieceJob {
-                q: &q[row * qk_dim..],
-                ranges: &ranges[..rows],
-                keys,
-                values,
-                qk_dim,
-                v_width,
-                block_size,
-                cap: self.args.softcap.map(|cap| cap * LOG2_E),
-                scores: &mut *scores,
-                parts: &mut parts[row * self.part()..],
-            };
-            // SAFETY: every vector that a row sees points into its head of its block, at the row that `CpuKv` documents, or
-            // to the turned values; the cache is borrowed for the whole call, so nobody writes it.
-            unsafe { self.tier.attention.piece(dtype, &mut job) };
-        }
+        (seen, stored)
     }
 
     /// Adds the parts of a piece to the rows' states.
-    fn join(&self, tile: &Tile, piece: usize, state: &mut [f32], parts: &[f32]) {
-        let part = self.part();
-        for r in 0..tile.rows as usize {
-            let (state, parts) = (&mut state[r * part..][..part], &parts[r * part..][..part]);
-            let (first, end) = self.range(tile, r, piece);
+    fn join(&self, rows: &[Row], piece: usize, state: &mut [f32], parts: &[f32]) {
+        for ((row, state), part) in rows.iter().zip(state.chunks_exact_mut(self.part)).zip(parts.chunks_exact(self.part)) {
+            let (first, end) = row.range(piece);
             if first >= end {
                 continue;
             }
             // The first piece that a row sees is the state; adding it to an empty one would round.
-            if self.sees(tile, r).0 / PIECE == piece {
-                state.copy_from_slice(parts);
+            if row.first as usize / PIECE == piece {
+                state.copy_from_slice(part);
             } else {
-                self.tier.attention.join(state, parts);
+                self.tier.attention.join(state, part);
             }
         }
     }
 
     /// Writes the rows' means out.
-    fn finish(&self, tile: &Tile, state: &[f32], out: &Disjoint<'_, f32>) {
-        let (part, dims) = (self.part(), self.args.dims);
-        for r in 0..tile.rows as usize {
-            let (token, head) = self.place(tile, r);
-            let at = (token * dims.heads + head) * dims.v_dim;
+    fn finish(&self, rows: &[Row], state: &[f32], out: &Disjoint<'_, f32>) {
+        let AttnDims { heads, v_dim, .. } = self.args.dims;
+        for (row, state) in rows.iter().zip(state.chunks_exact(self.part)) {
+            let head = row.head as usize;
+            let at = (row.token as usize * heads + head) * v_dim;
             // SAFETY: a row is in one tile, a tile is finished once, and this is the row's own place.
-            let out = unsafe { out.slice(at..at + dims.v_dim) };
+            let out = unsafe { out.slice(at..at + v_dim) };
             // As a power of two, as the scores; held to what f32 has, so that no difference is a NaN.
             let sink = self.sinks.map(|s| (s[head] * LOG2_E).clamp(f32::MIN, f32::MAX));
-            self.tier.attention.finish(&state[r * part..][..part], sink, out);
+            self.tier.attention.finish(state, sink, out);
         }
     }
 
     /// All pieces of a tile, one after the other.
     fn whole(&self, tile: &Tile, worker: &mut Worker, out: &Disjoint<'_, f32>) {
-        self.load_queries(tile, &mut worker.q);
+        let (rows, Worker { desk, parts, state }) = (&mut [Row::default(); MOST], worker);
+        let rows = self.start(tile, rows, desk);
         for piece in tile.first_piece as usize..(tile.first_piece + tile.pieces) as usize {
-            self.piece(tile, piece, &worker.q, &mut worker.scores, &mut worker.values, &mut worker.parts);
-            self.join(tile, piece, &mut worker.state, &worker.parts);
+            self.piece(tile, rows, piece, desk, parts);
+            // The first piece that a row sees is its state: in most tiles all rows see the same one first.
+            if piece == tile.first_piece as usize && rows.iter().all(|row| row.first as usize / PIECE == piece) {
+                std::mem::swap(state, parts);
+            } else {
+                self.join(rows, piece, state, parts);
+            }
         }
-        self.finish(tile, &worker.state, out);
+        self.finish(rows, state, out);
     }
+}
+
+/// Rows of a run and tokens of a piece that are the same for all of them.
+#[derive(Clone, Copy)]
+struct Stretch {
+    /// Whose block table says where.
+    seq: usize,
+    /// First row in the run.
+    at: usize,
+    rows: usize,
+    /// First and end.
+    tokens: (usize, usize),
 }
 
 /// A tile with more than the work of all by this many a thread is split.
 const SHARES: usize = 4;
-/// Kernel tiles that share a piece's turned values; to turn them takes as long as two to four rows' work.
-const SHARED_TILES: usize = 4;
-/// Parts a thread that are held before they are joined.
-const WAVE: usize = 32;
+/// The most rows in a tile: what is read and widened for all of them costs each little, and their scores stay in a second
+/// cache. A bit of a `u64` each.
+const MOST: usize = 48;
+/// Rows of parts a thread that are held before they are joined: those of several of the largest tiles.
+const WAVE: usize = 8 * MOST;
 /// Values of the cache whose reading takes about as long as waking a thread.
 const PAYS: usize = 65_536;
 

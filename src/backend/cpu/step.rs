@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use super::arena::Aligned;
-use super::attention::{AttnBatch, AttnScratch};
+use super::attention::{AttnBatch, AttnScratch, Neighbours};
 use super::moe::MoeScratch;
 use super::simd::Tier;
 use crate::backend::{KvShape, MoeShape};
@@ -33,6 +33,7 @@ struct Tables {
     slots: Vec<u32>,
     indptr: Vec<u32>,
     blocks: Vec<BlockId>,
+    neighbours: Neighbours,
 }
 
 impl CpuStep {
@@ -49,7 +50,8 @@ impl CpuStep {
         let group = limits.tokens + limits.seqs + 1 + limits.blocks;
         let index = 2 * limits.tokens + limits.rows + 2 * limits.seqs + 1 + kv.blocks.len() * group;
         let words = (MoeScratch::pairs(limits.tokens, moe) as u64).saturating_mul(max_columns as u64);
-        let bytes = words.saturating_add(index as u64).saturating_mul(4);
+        let neighbours = kv.blocks.len() * Neighbours::bytes(limits.seqs);
+        let bytes = words.saturating_add(index as u64).saturating_mul(4).saturating_add(neighbours as u64);
         let attention = AttnScratch::bytes(limits, kv, threads, tier) as u64;
         bytes.saturating_add(attention).saturating_add(MoeScratch::bytes(limits.tokens, moe))
     }
@@ -64,7 +66,7 @@ impl CpuStep {
     ) -> Result<Self, RunError> {
         let tables = || -> Result<Tables, RunError> {
             let (slots, indptr) = (reserved(limits.tokens)?, reserved(limits.seqs + 1)?);
-            Ok(Tables { slots, indptr, blocks: reserved(limits.blocks)? })
+            Ok(Tables { slots, indptr, blocks: reserved(limits.blocks)?, neighbours: Neighbours::new(limits.seqs)? })
         };
         Ok(CpuStep {
             limits: *limits,
@@ -102,6 +104,7 @@ impl CpuStep {
             refill(&mut group.slots, batch.slots(g));
             refill(&mut group.indptr, batch.block_indptr(g));
             refill(&mut group.blocks, batch.blocks(g));
+            group.neighbours.fill(&group.indptr, &group.blocks);
         }
         Ok(())
     }
@@ -113,9 +116,10 @@ impl CpuStep {
 
     /// What attention of a group's layers reads, and what it writes to.
     pub(super) fn attention(&mut self, group: usize) -> (AttnBatch<'_>, &mut AttnScratch) {
-        let Tables { indptr, blocks, .. } = &self.tables[group];
-        let batch = AttnBatch { q_indptr: &self.q_indptr, kv_lens: &self.kv_lens, block_indptr: indptr, blocks };
-        (batch, &mut self.attention)
+        let Tables { indptr, blocks, neighbours, .. } = &self.tables[group];
+        let (order, common) = (neighbours.order(), neighbours.common());
+        let (q_indptr, kv_lens) = (&self.q_indptr[..], &self.kv_lens[..]);
+        (AttnBatch { q_indptr, kv_lens, block_indptr: indptr, blocks, order, common }, &mut self.attention)
     }
 }
 

@@ -62,10 +62,17 @@ const LAYER: usize = 1;
 
 impl World {
     fn new(shape: Shape, lens: &[usize]) -> World {
+        World::tree(shape, &lens.iter().map(|len| (*len, None)).collect::<Vec<_>>())
+    }
+
+    /// Sequences of these lengths, of which some begin with so many blocks of an earlier one.
+    fn tree(shape: Shape, seqs: &[(usize, Option<(usize, usize)>)]) -> World {
+        let lens: Vec<_> = seqs.iter().map(|seq| seq.0).collect();
         let Shape { heads, kv_heads, qk_dim, v_dim, v_in_k, block_size, dtype, .. } = shape;
         let dims = AttnDims { heads, kv_heads, qk_dim, v_dim, v_in_k };
         let other = AttnDims { heads: 2, kv_heads: 1, qk_dim: 8, v_dim: 40, v_in_k: false };
-        let per_seq: Vec<_> = lens.iter().map(|l| l.div_ceil(block_size)).collect();
+        let shared = |from: &Option<(usize, usize)>| from.map_or(0, |(_, blocks)| blocks);
+        let per_seq: Vec<_> = seqs.iter().map(|(len, from)| len.div_ceil(block_size) - shared(from)).collect();
         let blocks = per_seq.iter().sum::<usize>() + 3;
         let kv_shape = KvShape::one_group(vec![other, dims, other], blocks, block_size, dtype);
         let mut kv = CpuKv::new(&kv_shape).unwrap();
@@ -77,11 +84,17 @@ impl World {
         }
         let (pool, tier) = (Pool::new(1).unwrap(), Tier::best());
         let (kw, vw) = (kv_heads * qk_dim, kv_heads * v_dim);
-        let mut seqs = Vec::new();
-        for (&len, &n) in lens.iter().zip(&per_seq) {
-            let table = ids.split_off(ids.len() - n);
+        let mut made: Vec<Seq> = Vec::new();
+        for (&(len, from), &n) in seqs.iter().zip(&per_seq) {
+            let mut table = ids.split_off(ids.len() - n);
             let mut row = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<_>>();
             let (q, mut k, mut v) = (row(len * heads * qk_dim), row(len * kw), row(len * vw));
+            if let Some((parent, blocks)) = from {
+                let (parent, tokens) = (&made[parent], blocks * block_size);
+                k[..tokens * kw].copy_from_slice(&parent.k[..tokens * kw]);
+                v[..tokens * vw].copy_from_slice(&parent.v[..tokens * vw]);
+                table = [&parent.table[..blocks], &table].concat();
+            }
             // One value before the heads and one after, as other parts of a fused matrix.
             let stride = kw + vw + 2;
             let src: Vec<_> = (0..len).flat_map(|t| [&[9.0], &k[t * kw..][..kw], &v[t * vw..][..vw], &[9.0]].concat()).collect();
@@ -101,12 +114,17 @@ impl World {
                 KvDType::BF16 => half::bf16::from_f32(v).to_f32(),
             };
             k.iter_mut().chain(&mut v).for_each(|v| *v = rounded(*v));
-            seqs.push(Seq { table, q, k, v });
+            made.push(Seq { table, q, k, v });
         }
         let args = AttnArgs { dims, scale: 1.0 / (qk_dim as f32).sqrt(), window: shape.window, softcap: shape.softcap };
-        let limits = BatchLimits { tokens: lens.iter().sum(), seqs: lens.len(), blocks, rows: 1 };
+        let limits = BatchLimits {
+            tokens: lens.iter().sum(),
+            seqs: lens.len(),
+            blocks: lens.iter().map(|l| l.div_ceil(block_size)).sum(),
+            rows: 1,
+        };
         let sinks = shape.sink.map(|s| (0..heads).map(|h| s + h as f32 * 0.25).collect());
-        World { shape, args, kv_shape, kv, seqs, limits, sinks }
+        World { shape, args, kv_shape, kv, seqs: made, limits, sinks }
     }
 
     /// Output bits of the given (sequence, first position, end) in one batch.
@@ -131,20 +149,24 @@ impl World {
         scratch.parts.fill(f32::NAN);
         for w in &scratch.workers {
             let mut w = w.lock();
-            let Worker { q, scores, values, parts, state } = &mut *w;
-            values.fill(f32::NAN);
-            for v in [q, scores, parts, state] {
+            let Worker { desk: Desk { own, run, scores, panel, .. }, parts, state } = &mut *w;
+            panel.fill(f32::NAN);
+            for v in [own, run, scores, parts, state] {
                 v.fill(f32::NAN);
             }
         }
         let mut out = vec![f32::NAN; batch.tokens().len() * heads * v_dim];
         let heads = Heads { stride: heads * qk_dim + 3, offset: 3, heads, dim: qk_dim };
         let sinks = self.sinks.as_deref();
+        let mut neighbours = Neighbours::new(items.len()).unwrap();
+        neighbours.fill(batch.block_indptr(0), batch.blocks(0));
         let arrays = AttnBatch {
             q_indptr: batch.q_indptr(),
             kv_lens: batch.kv_lens(),
             block_indptr: batch.block_indptr(0),
             blocks: batch.blocks(0),
+            order: neighbours.order(),
+            common: neighbours.common(),
         };
         attention(&pool, tier, &mut scratch, arrays, &self.args, sinks, &q, heads, &self.kv, LAYER, &mut out);
         out.iter().map(|v| v.to_bits()).collect()
@@ -199,7 +221,7 @@ impl World {
                 }
             }
         }
-        for tier in Tier::available() {
+        for tier in tiers() {
             for threads in [1, 2, 5] {
                 assert!(
                     bits == self.run(tier, threads, items),
@@ -211,6 +233,15 @@ impl World {
         }
         bits
     }
+}
+
+/// The tiers of this machine, and one with the shapes of AVX-512.
+fn tiers() -> impl Iterator<Item = &'static Tier> {
+    #[cfg(target_arch = "x86_64")]
+    let twin = is_x86_feature_detected!("fma").then_some(&crate::backend::cpu::simd::AVX512_TWIN);
+    #[cfg(not(target_arch = "x86_64"))]
+    let twin = None;
+    Tier::available().chain(twin)
 }
 
 /// Query heads, kv heads, widths.
@@ -303,7 +334,7 @@ fn chunks_change_no_bit() {
         [SMOL, Shape { window: Some(100), ..SMOL }, Shape { window: Some(8), heads: 14, kv_heads: 2, block_size: 64, ..SMOL }]
     {
         let world = World::new(shape, &[600]);
-        for tier in Tier::available() {
+        for tier in tiers() {
             let once = world.run(tier, 2, &[(0, 0, 600)]);
             let cuts = [0, 100, 101, 108, 255, 257, 300, 599, 600];
             let chunked: Vec<_> = cuts.windows(2).flat_map(|c| world.run(tier, 2, &[(0, c[0], c[1])])).collect();
@@ -316,18 +347,24 @@ fn chunks_change_no_bit() {
 
 #[test]
 fn long_contexts_go_in_waves() {
-    // 44 tokens over: more pieces than two threads' waves of parts.
-    let len = 20_524;
-    let world = World::new(Shape { heads: 2, kv_heads: 1, qk_dim: 16, v_dim: 16, block_size: 64, ..SMOL }, &[len]);
-    assert!(len.div_ceil(PIECE) > 2 * WAVE);
+    // More rows of pieces than two threads' waves hold.
+    let len = 50_124;
+    let world = World::new(Shape { heads: 8, kv_heads: 1, qk_dim: 16, v_dim: 16, block_size: 64, ..SMOL }, &[len]);
+    assert!(8 * len.div_ceil(PIECE) > 2 * WAVE);
     world.check(&[(0, len - 1, len)]);
+    // Of several sequences, and in tiles that are not the largest.
+    let seqs: Vec<_> = (0..5).map(|i| (12_000 + 64 * i, (i > 0).then_some((0, 150)))).collect();
+    let world = World::tree(Shape { qk_dim: 16, v_dim: 16, block_size: 64, ..SMOL }, &seqs);
+    let items: Vec<_> = (0..5).map(|i| (i, seqs[i].0 - 1 - i % 2, seqs[i].0)).collect();
+    assert!(items.iter().map(|i| 3 * (i.2 - i.1) * i.2 / PIECE).sum::<usize>() * 3 > 2 * WAVE);
+    assert!(world.check(&items) == alone(&world, &items));
 }
 
 #[test]
 fn a_nan_query_gives_a_nan_row_and_no_other() {
     let mut world = World::new(SMOL, &[40]);
     world.seqs[0].q[39 * 9 * 64 + 64] = f32::NAN;
-    for tier in Tier::available() {
+    for tier in tiers() {
         let out = world.run(tier, 1, &[(0, 30, 40)]);
         for (row, values) in out.chunks(64).enumerate() {
             assert_eq!(values.iter().any(|v| f32::from_bits(*v).is_nan()), row == 9 * 9 + 1, "{} row {row}", tier.name);
@@ -345,8 +382,9 @@ fn scratch_takes_the_bytes_it_says() {
         bytes += (s.whole.capacity() + s.split.capacity()) * size_of::<Tile>();
         for w in &s.workers {
             let w = w.lock();
-            bytes += w.values.len() * 4;
-            bytes += (w.q.capacity() + w.scores.capacity() + w.parts.capacity() + w.state.capacity()) * 4;
+            bytes += w.desk.panel.len() * 4;
+            bytes += (w.desk.own.capacity() + w.desk.run.capacity() + w.desk.scores.capacity()) * 4;
+            bytes += (w.parts.capacity() + w.state.capacity()) * 4;
         }
         assert_eq!(said, bytes);
     }
@@ -385,7 +423,7 @@ fn sinks_join_the_softmax() {
 fn infinite_sinks_have_their_limits() {
     let mut world = World::new(SMOL, &[40]);
     let bits = world.run(Tier::best(), 1, &[(0, 38, 40)]);
-    for tier in Tier::available() {
+    for tier in tiers() {
         world.sinks = Some(vec![f32::NEG_INFINITY; 9]);
         assert!(bits == world.run(tier, 1, &[(0, 38, 40)]), "{}", tier.name);
         world.sinks = Some(vec![f32::INFINITY; 9]);
@@ -425,7 +463,7 @@ fn values_in_keys_weigh_as_stored_ones() {
         let (k, v) = (Heads { stride: 96, offset: 0, heads: 1, dim: 56 }, Heads { stride: 96, offset: 56, heads: 1, dim: 40 });
         stored.kv.write(&Pool::new(1).unwrap(), Tier::best(), LAYER, &slots, &src, k, v);
         to.q.copy_from_slice(&from.q);
-        for tier in Tier::available() {
+        for tier in tiers() {
             assert!(latent.run(tier, 1, &[(0, 290, 300)]) == stored.run(tier, 1, &[(0, 290, 300)]), "{}", tier.name);
         }
     }
@@ -457,7 +495,7 @@ fn blocks_behind_the_window_are_never_looked_up() {
                     let first = (start + 1usize).saturating_sub(window);
                     world.seqs[seq].table[..first / shape.block_size].fill(BlockId::NONE);
                 }
-                for (tier, threads) in Tier::available().flat_map(|tier| [(tier, 1), (tier, 3)]) {
+                for (tier, threads) in tiers().flat_map(|tier| [(tier, 1), (tier, 3)]) {
                     assert!(want == world.run(tier, threads, &items), "{} {start} {:?}", tier.name, world.shape);
                 }
                 for (seq, table) in world.seqs.iter_mut().zip(&tables) {
@@ -465,5 +503,73 @@ fn blocks_behind_the_window_are_never_looked_up() {
                 }
             }
         }
+    }
+}
+
+/// What each item gives in a batch of its own.
+fn alone(world: &World, items: &[(usize, usize, usize)]) -> Vec<u32> {
+    items.iter().flat_map(|item| world.run(Tier::best(), 1, &[*item])).collect()
+}
+
+#[test]
+fn a_shared_prompt_changes_no_bit() {
+    let latent = Shape { qk_dim: 48, v_dim: 40, heads: 5, ..LATENT };
+    let wide = Shape { heads: 4, kv_heads: 4, block_size: 64, ..SMOL };
+    for shape in [SMOL, wide, latent, Shape { heads: 8, kv_heads: 1, softcap: Some(4.0), sink: Some(0.5), ..SMOL }] {
+        // A prompt of 600 tokens, as whole blocks: two pieces and part of a third.
+        let blocks = 600 / shape.block_size;
+        let seqs: Vec<_> = (0..9).map(|i| (601 + 7 * i, (i > 0).then_some((0, blocks)))).collect();
+        let world = World::tree(shape, &seqs);
+        let decode: Vec<_> = (0..9).map(|i| (i, 600 + 7 * i, 601 + 7 * i)).collect();
+        assert!(world.check(&decode) == alone(&world, &decode), "{shape:?}");
+        // A draft check, a chunk of a prompt and one that begins within the shared one, beside rows of one token.
+        let mixed = [(8, 653, 657), (3, 621, 622), (7, 601, 650), (1, 580, 600), (0, 599, 600), (2, 614, 615), (5, 630, 636)];
+        assert!(world.check(&mixed) == alone(&world, &mixed), "{shape:?}");
+    }
+}
+
+#[test]
+fn trees_of_prefixes_change_no_bit() {
+    for round in 0..24 {
+        let mut rng = Rng(round * 7919 + 1);
+        let mut below = |n: usize| rng.bits() as usize % n;
+        let (heads, kv_heads, qk_dim, v_dim) = DIMS[below(DIMS.len())];
+        let shape = Shape {
+            heads,
+            kv_heads,
+            qk_dim,
+            v_dim,
+            block_size: [16, 32, 64, 256, 512][below(5)],
+            dtype: [KvDType::F16, KvDType::F32, KvDType::BF16][below(3)],
+            window: [None, None, Some(1), Some(90), Some(400)][below(5)],
+            softcap: [None, None, Some(2.0)][below(3)],
+            sink: [None, None, Some(0.5)][below(3)],
+            v_in_k: qk_dim > v_dim && below(2) == 0,
+        };
+        let mut seqs: Vec<(usize, Option<(usize, usize)>)> = Vec::new();
+        for i in 0..2 + below(9) {
+            let len = 1 + below(800);
+            let from = (i > 0 && below(5) > 0).then(|| {
+                let parent = below(i);
+                let most = len.min(seqs[parent].0) / shape.block_size;
+                // All that can be, half of the time.
+                (parent, if below(2) == 0 { most } else { below(most + 1) })
+            });
+            seqs.push((len, from));
+        }
+        let mut world = World::tree(shape, &seqs);
+        let mut items = Vec::new();
+        for (seq, (len, _)) in seqs.iter().enumerate() {
+            let tokens = [1, 1, 1, 1, 2, 5, 70][below(7)].min(*len);
+            // The last tokens, or some before them.
+            let end = if below(3) == 0 { tokens + below(len - tokens + 1) } else { *len };
+            items.insert(below(seq + 1), (seq, end - tokens, end));
+        }
+        // Nobody looks a block up that lies behind the window.
+        for &(seq, start, _) in &items {
+            let first = shape.window.map_or(0, |w| (start + 1).saturating_sub(w)) / shape.block_size;
+            world.seqs[seq].table[..first].fill(BlockId::NONE);
+        }
+        assert!(world.check(&items) == alone(&world, &items), "round {round}: {seqs:?} {items:?}");
     }
 }

@@ -135,18 +135,12 @@ impl Bf16 {
 pub(super) trait Elem: bytemuck::Pod {
     /// Sixteen of them, widened.
     fn widen<L: Lanes>(p: &[Self; LANES]) -> L;
-    /// Back: the same numbers, where they were widened from this type.
-    fn narrow<L: Lanes>(v: L, p: &mut [Self; LANES]);
 }
 
 impl Elem for f32 {
     #[inline(always)]
     fn widen<L: Lanes>(p: &[f32; LANES]) -> L {
         L::load(p)
-    }
-    #[inline(always)]
-    fn narrow<L: Lanes>(v: L, p: &mut [f32; LANES]) {
-        v.store(p);
     }
 }
 
@@ -155,10 +149,6 @@ impl Elem for u16 {
     fn widen<L: Lanes>(p: &[u16; LANES]) -> L {
         L::load_f16(p)
     }
-    #[inline(always)]
-    fn narrow<L: Lanes>(v: L, p: &mut [u16; LANES]) {
-        v.store_f16(p);
-    }
 }
 
 // Shifts and sums of whole numbers, which compilers turn into a few instructions a vector on every tier.
@@ -166,10 +156,6 @@ impl Elem for Bf16 {
     #[inline(always)]
     fn widen<L: Lanes>(p: &[Bf16; LANES]) -> L {
         L::load(&p.map(Bf16::to_f32))
-    }
-    #[inline(always)]
-    fn narrow<L: Lanes>(v: L, p: &mut [Bf16; LANES]) {
-        *p = v.array().map(Bf16::from_f32);
     }
 }
 

@@ -15,7 +15,7 @@ mod linear;
 mod math;
 mod vector;
 
-pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, PieceJob, TurnJob, VECTORS};
+pub(super) use attention::{AttnKernels, MAX_ROWS, PART_TAIL, PIECE, Stored, VECTORS};
 pub(super) use lanes::{Bf16, LANES};
 pub(super) use linear::{Input, LinearFns, Product, Products};
 pub(super) use vector::VectorKernels;
@@ -128,6 +128,11 @@ static AVX2: Tier = Tier { name: "avx2", linear: &linear::AVX2, attention: &atte
 static AVXVNNI: Tier = Tier { name: "avxvnni", linear: &linear::AVXVNNI, ..AVX2 };
 #[cfg(target_arch = "x86_64")]
 static AVX512: Tier = Tier { name: "avx512", linear: &linear::AVX512, attention: &attention::AVX512, vector: &vector::AVX512 };
+
+/// Attention in the shapes of AVX-512, on the second scalar tier's machines.
+#[cfg(all(test, target_arch = "x86_64"))]
+pub(super) static AVX512_TWIN: Tier =
+    Tier { name: "avx512 twin", linear: &linear::SCALAR_FMA, attention: &attention::AVX512_TWIN, vector: &vector::SCALAR_FMA };
 
 /// Kernels of the second scalar tier may enable `fma`.
 #[cfg(target_arch = "x86_64")]
