@@ -7,7 +7,7 @@
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use loquat::arch::{Activation, AttnDims, Glu, NormSpec, RouteSpec, Score};
 use loquat::backend::cpu::{Cpu, CpuBuf, CpuOptions, CpuStep, CpuWeight};
-use loquat::backend::{Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
+use loquat::backend::{Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, WeightPart};
 use loquat::batch::BatchLimits;
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
@@ -73,7 +73,7 @@ impl Device {
 
     fn matrix(&mut self, format: FormatId, shape: &[usize; 2], bytes: &[u8]) -> CpuWeight {
         let view = TensorView { format, shape, bytes };
-        self.cpu.weight(&[WeightPart { name: "w", view, order: RowOrder::Natural }]).expect("a matrix")
+        self.cpu.weight(&[WeightPart::new("w", view)]).expect("a matrix")
     }
 
     fn run(&mut self, rows: usize, w: &CpuWeight) {

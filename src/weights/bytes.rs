@@ -17,10 +17,12 @@ use std::sync::Arc;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum LoadMode {
     /// Map the file: opening is instant, pages are read when touched, shared with other processes, and can be given back.
-    /// The file must not be changed or shortened while it is open; a shortened one ends the process when touched.
+    /// The file must not be changed or shortened while it is open, a packed one as long as an engine runs on it; a shortened one
+    /// ends the process when touched.
     #[default]
     Map,
-    /// Read the file: it may change or vanish afterwards. Faster where mapping is slow: network volumes, some Windows disks.
+    /// Read the file: it may change or vanish afterwards. Faster where mapping is slow: network volumes, some Windows disks. Takes
+    /// as much memory as the file has bytes, beside what loading makes of it; of a packed file that is nothing.
     Read,
 }
 
@@ -42,9 +44,13 @@ pub fn no_progress(_: LoadProgress) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Bytes that several owners share. Cloning copies a pointer.
+/// Bytes that several owners share, or a part of them. Cloning copies a pointer.
 #[derive(Clone)]
-pub struct Bytes(Kind);
+pub struct Bytes {
+    kind: Kind,
+    start: usize,
+    len: usize,
+}
 
 #[derive(Clone)]
 enum Kind {
@@ -52,6 +58,18 @@ enum Kind {
     Read(Arc<Vec<u8>>),
     Shared(Arc<[u8]>),
     Static(&'static [u8]),
+}
+
+impl Kind {
+    #[inline]
+    fn all(&self) -> &[u8] {
+        match self {
+            Kind::Mapped(map) => map.as_slice(),
+            Kind::Read(bytes) => bytes,
+            Kind::Shared(bytes) => bytes,
+            Kind::Static(bytes) => bytes,
+        }
+    }
 }
 
 impl Bytes {
@@ -62,26 +80,36 @@ impl Bytes {
     }
 
     /// The bytes.
+    #[inline]
     pub fn as_slice(&self) -> &[u8] {
-        match &self.0 {
-            Kind::Mapped(map) => map.as_slice(),
-            Kind::Read(bytes) => bytes,
-            Kind::Shared(bytes) => bytes,
-            Kind::Static(bytes) => bytes,
+        &self.kind.all()[self.start..self.start + self.len]
+    }
+
+    /// Some of them, which keep all in memory. Panics if `range` is not inside.
+    pub fn part(&self, range: Range<usize>) -> Bytes {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        Bytes { kind: self.kind.clone(), start: self.start + range.start, len: range.len() }
+    }
+
+    /// Lets the system take back the pages of `range` where they are a mapped file's; they stay what they are, and are read again
+    /// when they are touched. Panics if `range` is not inside.
+    pub fn release(&self, range: Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        if let Kind::Mapped(map) = &self.kind {
+            map.release(self.start + range.start..self.start + range.end);
         }
     }
 
-    /// Lets the system take back the pages of `range` where they are a mapped file's. Panics if `range` is not inside.
-    pub(super) fn release(&self, range: Range<usize>) {
-        if let Kind::Mapped(map) = &self.0 {
-            map.release(range);
-        }
+    fn of(kind: Kind) -> Bytes {
+        let len = kind.all().len();
+        Bytes { kind, start: 0, len }
     }
 }
 
 impl Deref for Bytes {
     type Target = [u8];
 
+    #[inline]
     fn deref(&self) -> &[u8] {
         self.as_slice()
     }
@@ -89,31 +117,31 @@ impl Deref for Bytes {
 
 impl From<Arc<[u8]>> for Bytes {
     fn from(bytes: Arc<[u8]>) -> Self {
-        Bytes(Kind::Shared(bytes))
+        Bytes::of(Kind::Shared(bytes))
     }
 }
 
 impl From<Vec<u8>> for Bytes {
     fn from(bytes: Vec<u8>) -> Self {
-        Bytes(Kind::Read(Arc::new(bytes)))
+        Bytes::of(Kind::Read(Arc::new(bytes)))
     }
 }
 
 impl From<&'static [u8]> for Bytes {
     fn from(bytes: &'static [u8]) -> Self {
-        Bytes(Kind::Static(bytes))
+        Bytes::of(Kind::Static(bytes))
     }
 }
 
 impl<const N: usize> From<&'static [u8; N]> for Bytes {
     fn from(bytes: &'static [u8; N]) -> Self {
-        Bytes(Kind::Static(bytes))
+        Bytes::of(Kind::Static(bytes))
     }
 }
 
 impl fmt::Debug for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match &self.0 {
+        let kind = match &self.kind {
             Kind::Mapped(_) => "mapped",
             Kind::Read(_) => "read",
             Kind::Shared(_) => "shared",
@@ -159,25 +187,29 @@ impl<'a, 'b> Loader<'a, 'b> {
             LoadMode::Map => {
                 let map = Mapping::new(&file, len).map_err(|e| LoadError::io(path, e))?;
                 self.advance(len)?;
-                Ok(Bytes(Kind::Mapped(Arc::new(map))))
+                Ok(Bytes::of(Kind::Mapped(Arc::new(map))))
             }
-            LoadMode::Read => Ok(Bytes::from(self.read(path, file, len)?)),
+            LoadMode::Read => self.read(path, file, len),
         }
     }
 
-    fn read(&mut self, path: &Path, mut file: File, len: usize) -> Result<Vec<u8>, LoadError> {
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len).map_err(|_| LoadError::io(path, io::ErrorKind::OutOfMemory.into()))?;
-        while bytes.len() < len {
-            let want = READ_BYTES.min(len - bytes.len());
+    /// The file starts on a cache line, as a mapped one does, so that what is aligned in it is aligned in memory.
+    fn read(&mut self, path: &Path, mut file: File, len: usize) -> Result<Bytes, LoadError> {
+        let no_room = || LoadError::io(path, io::ErrorKind::OutOfMemory.into());
+        let mut bytes: Vec<u8> = Vec::new();
+        bytes.try_reserve_exact(len.checked_add(LINE - 1).ok_or_else(no_room)?).map_err(|_| no_room())?;
+        let start = bytes.as_ptr().addr().next_multiple_of(LINE) - bytes.as_ptr().addr();
+        bytes.resize(start, 0);
+        while bytes.len() < start + len {
+            let want = READ_BYTES.min(start + len - bytes.len());
             let got = file.by_ref().take(want as u64).read_to_end(&mut bytes).map_err(|e| LoadError::io(path, e))?;
             if got < want {
-                let found = format!("{} bytes: it was shortened while it was read", bytes.len());
+                let found = format!("{} bytes: it was shortened while it was read", bytes.len() - start);
                 return Err(LoadError::malformed(path.to_string_lossy(), "length", format!("{len} bytes"), found));
             }
             self.advance(got)?;
         }
-        Ok(bytes)
+        Ok(Bytes { kind: Kind::Read(Arc::new(bytes)), start, len })
     }
 
     fn advance(&mut self, bytes: usize) -> Result<(), LoadError> {
@@ -206,3 +238,4 @@ pub(super) fn file_metadata(path: &Path) -> Result<Metadata, LoadError> {
 
 /// Between two calls of the progress callback: a few milliseconds of disk, and large enough to cost nothing.
 const READ_BYTES: usize = 8 << 20;
+const LINE: usize = 64;

@@ -25,6 +25,10 @@
 use crate::dtype::FormatId;
 use half::{bf16, f16};
 
+/// The number of the layout below, for files that hold it. Another layout is another number, and needs a way back from this one:
+/// see `unpack`.
+pub(super) const LAYOUT: u32 = 1;
+
 /// Outputs in a panel.
 pub(super) const LANES: usize = 32;
 
@@ -185,7 +189,7 @@ fn pack_blocks<Q: Quant>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
 
 /// Where the four bytes of output `n` lie in line `l` of `lines` a half, from the start of the quants.
 #[inline(always)]
-const fn at(n: usize, l: usize, lines: usize) -> usize {
+pub(super) const fn at(n: usize, l: usize, lines: usize) -> usize {
     (n / 16 * lines + l) * 64 + n % 16 * 4
 }
 
@@ -203,9 +207,18 @@ fn head(n: usize, file: &[u8], to: &mut [u8]) -> bool {
 
 #[inline(always)]
 fn copy_lines(n: usize, file: &[u8], to: &mut [u8]) {
-    for l in 0..4 {
-        to[at(n, l, 4)..][..4].copy_from_slice(&file[4 * l..][..4]);
+    put_words(n, [word(file, 0), word(file, 1), word(file, 2), word(file, 3)], to);
+}
+
+/// A word of output `n` for each of the `L` lines of a half. The place is checked once: checks word by word cost more than the
+/// copy.
+#[inline(always)]
+fn put_words<const L: usize>(n: usize, words: [u32; L], to: &mut [u8]) {
+    let (lines, last) = to[at(n, 0, L)..][..64 * L - 60].split_at_mut(64 * L - 64);
+    for (line, word) in lines.as_chunks_mut::<64>().0.iter_mut().zip(words) {
+        line[..4].copy_from_slice(&word.to_le_bytes());
     }
+    last.copy_from_slice(&words[L - 1].to_le_bytes());
 }
 
 /// Eight lines of a byte each from sixteen bytes of low nibbles (k below 16 low, the others high) and 32 fifth bits,
@@ -272,9 +285,7 @@ quants! {
     };
     /// In the file: d, 32 signed bytes.
     Q8_0: 34 bytes, 1 x 32, wide true, Top, None, |n, file, to| {
-        for g in 0..8 {
-            to[64 + at(n, g, 8)..][..4].copy_from_slice(&(word(&file[2..], g) ^ 0x8080_8080).to_le_bytes());
-        }
+        put_words::<8>(n, std::array::from_fn(|g| word(&file[2..], g) ^ 0x8080_8080), &mut to[64..]);
         head(n, file, to)
     };
     /// In the file: d, 32 fifth bits, 16 bytes.
@@ -294,10 +305,8 @@ quants! {
             (sub[n], sub[32 + n]) = k_scale(&file[4..16], j);
             let q = &file[16 + j / 2 * 32..][..32];
             let shift = 4 * (j % 2);
-            for l in 0..4 {
-                let (lo, hi) = (word(q, l) >> shift & LOW, word(q, 4 + l) >> shift & LOW);
-                sub[64 + at(n, l, 4)..][..4].copy_from_slice(&(lo | hi << 4).to_le_bytes());
-            }
+            let line = |l| (word(q, l) >> shift & LOW) | (word(q, 4 + l) >> shift & LOW) << 4;
+            put_words::<4>(n, std::array::from_fn(line), &mut sub[64..]);
         }
         head(n, file, to) & head(n, &file[2..], &mut to[64..])
     };
@@ -308,10 +317,8 @@ quants! {
             (sub[n], sub[32 + n]) = k_scale(&file[4..16], j);
             let (fifth, q) = (&file[16..48], &file[48 + j / 2 * 32..][..32]);
             let shift = 4 * (j % 2);
-            for g in 0..8 {
-                let v = word(q, g) >> shift & LOW | (word(fifth, g) >> j & 0x0101_0101) << 4;
-                sub[64 + at(n, g, 8)..][..4].copy_from_slice(&v.to_le_bytes());
-            }
+            let line = |g| word(q, g) >> shift & LOW | (word(fifth, g) >> j & 0x0101_0101) << 4;
+            put_words::<8>(n, std::array::from_fn(line), &mut sub[64..]);
         }
         head(n, file, to) & head(n, &file[2..], &mut to[64..])
     };
@@ -338,10 +345,8 @@ impl Quant for Q6K {
             (sub[n], sub[32 + n]) = (file[192 + 2 * j], file[193 + 2 * j]);
             let (h, c) = (j / 4, j % 4);
             let (low, high) = (&file[64 * h + 32 * (c % 2)..][..32], &file[128 + 32 * h..][..32]);
-            for g in 0..8 {
-                let v = word(low, g) >> (4 * (c / 2)) & LOW | (word(high, g) >> (2 * c) & 0x0303_0303) << 4;
-                sub[Self::SUB_HEAD + at(n, g, 8)..][..4].copy_from_slice(&(v + 0x6060_6060).to_le_bytes());
-            }
+            let v = |g| word(low, g) >> (4 * (c / 2)) & LOW | (word(high, g) >> (2 * c) & 0x0303_0303) << 4;
+            put_words::<8>(n, std::array::from_fn(|g| v(g) + 0x6060_6060), &mut sub[Self::SUB_HEAD..]);
         }
         head(n, &file[208..], to)
     }
