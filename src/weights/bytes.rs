@@ -3,7 +3,7 @@
 //! Invariant: the bytes of a [`Bytes`] never move or change length while any clone of it lives.
 #![forbid(unsafe_code)]
 
-use super::map::Mapping;
+use super::map::{Mapping, Room};
 use super::say::unsupported;
 use crate::error::LoadError;
 use std::fmt;
@@ -55,7 +55,9 @@ pub struct Bytes {
 #[derive(Clone)]
 enum Kind {
     Mapped(Arc<Mapping>),
-    Read(Arc<Vec<u8>>),
+    /// A file that was read.
+    Filled(Arc<Mapping>),
+    Given(Arc<Vec<u8>>),
     Shared(Arc<[u8]>),
     Static(&'static [u8]),
 }
@@ -64,8 +66,8 @@ impl Kind {
     #[inline]
     fn all(&self) -> &[u8] {
         match self {
-            Kind::Mapped(map) => map.as_slice(),
-            Kind::Read(bytes) => bytes,
+            Kind::Mapped(map) | Kind::Filled(map) => map.as_slice(),
+            Kind::Given(bytes) => bytes,
             Kind::Shared(bytes) => bytes,
             Kind::Static(bytes) => bytes,
         }
@@ -100,6 +102,13 @@ impl Bytes {
         }
     }
 
+    /// All of them will be read, and more than once: huge pages are worth asking for.
+    pub(super) fn ask_for_huge_pages(&self) {
+        if let Kind::Mapped(map) = &self.kind {
+            map.ask_for_huge_pages();
+        }
+    }
+
     fn of(kind: Kind) -> Bytes {
         let len = kind.all().len();
         Bytes { kind, start: 0, len }
@@ -123,7 +132,7 @@ impl From<Arc<[u8]>> for Bytes {
 
 impl From<Vec<u8>> for Bytes {
     fn from(bytes: Vec<u8>) -> Self {
-        Bytes::of(Kind::Read(Arc::new(bytes)))
+        Bytes::of(Kind::Given(Arc::new(bytes)))
     }
 }
 
@@ -143,7 +152,8 @@ impl fmt::Debug for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match &self.kind {
             Kind::Mapped(_) => "mapped",
-            Kind::Read(_) => "read",
+            Kind::Filled(_) => "read",
+            Kind::Given(_) => "given",
             Kind::Shared(_) => "shared",
             Kind::Static(_) => "static",
         };
@@ -193,23 +203,28 @@ impl<'a, 'b> Loader<'a, 'b> {
         }
     }
 
-    /// The file starts on a cache line, as a mapped one does, so that what is aligned in it is aligned in memory.
+    /// Into memory like that of a mapped file, page for page, so that what is aligned in the one is in the other.
     fn read(&mut self, path: &Path, mut file: File, len: usize) -> Result<Bytes, LoadError> {
-        let no_room = || LoadError::io(path, io::ErrorKind::OutOfMemory.into());
-        let mut bytes: Vec<u8> = Vec::new();
-        bytes.try_reserve_exact(len.checked_add(LINE - 1).ok_or_else(no_room)?).map_err(|_| no_room())?;
-        let start = bytes.as_ptr().addr().next_multiple_of(LINE) - bytes.as_ptr().addr();
-        bytes.resize(start, 0);
-        while bytes.len() < start + len {
-            let want = READ_BYTES.min(start + len - bytes.len());
-            let got = file.by_ref().take(want as u64).read_to_end(&mut bytes).map_err(|e| LoadError::io(path, e))?;
-            if got < want {
-                let found = format!("{} bytes: it was shortened while it was read", bytes.len() - start);
-                return Err(LoadError::malformed(path.to_string_lossy(), "length", format!("{len} bytes"), found));
+        let failed = |e| LoadError::io(path, e);
+        let mut room = Room::new(len).map_err(failed)?;
+        let (mut done, mut told) = (0, 0);
+        while done < len {
+            let end = len.min(told + READ_BYTES);
+            match file.read(&mut room.bytes()[done..end]) {
+                Ok(0) => {
+                    let found = format!("{done} bytes: it was shortened while it was read");
+                    return Err(LoadError::malformed(path.to_string_lossy(), "length", format!("{len} bytes"), found));
+                }
+                Ok(got) => done += got,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(failed(e)),
             }
-            self.advance(got)?;
+            if done == end {
+                self.advance(end - told)?;
+                told = end;
+            }
         }
-        Ok(Bytes { kind: Kind::Read(Arc::new(bytes)), start, len })
+        Ok(Bytes::of(Kind::Filled(Arc::new(room.filled().map_err(failed)?))))
     }
 
     fn advance(&mut self, bytes: usize) -> Result<(), LoadError> {
@@ -238,4 +253,3 @@ pub(super) fn file_metadata(path: &Path) -> Result<Metadata, LoadError> {
 
 /// Between two calls of the progress callback: a few milliseconds of disk, and large enough to cost nothing.
 const READ_BYTES: usize = 8 << 20;
-const LINE: usize = 64;

@@ -86,6 +86,11 @@ impl Gguf {
         self.table.bytes(name)
     }
 
+    /// The tensors are to be used in place: they may lie on huge pages, where the system has any for files.
+    pub(crate) fn ask_for_huge_pages(&self) {
+        self.table.ask_for_huge_pages();
+    }
+
     /// What lies before the first tensor, of a split model in the first file.
     pub(crate) fn head(&self) -> &[u8] {
         self.table.head()

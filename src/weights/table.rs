@@ -55,6 +55,11 @@ impl Table {
         self.entry(name).map(|entry| self.parts[entry.part].part(entry.range.clone()))
     }
 
+    /// See [`Bytes::ask_for_huge_pages`].
+    pub(super) fn ask_for_huge_pages(&self) {
+        self.parts.iter().for_each(Bytes::ask_for_huge_pages);
+    }
+
     /// What lies before the first tensor of the first file.
     pub(super) fn head(&self) -> &[u8] {
         let Some(first) = self.parts.first() else { return &[] };

@@ -114,6 +114,7 @@ impl Packed {
             return Err(key.wrong(DIMS, "as many as the ranks add up to"));
         }
         let names = names.clone();
+        gguf.ask_for_huge_pages();
         Ok(Packed { layout, weights_digest, tensors, names, gguf })
     }
 

@@ -86,7 +86,8 @@ pub fn pack(
 
     let head = write_head(entries.iter().map(|(key, value)| (&**key, value)), &contents.table, ALIGNMENT);
     let total_bytes = contents.table.iter().map(|t| t.bytes.next_multiple_of(ALIGNMENT.into())).sum::<u64>() + head.len() as u64;
-    let mut writer = Writer { out, progress, done_bytes: 0, total_bytes, sums: Vec::new() };
+    let mut writer =
+        Writer { out, progress, done_bytes: 0, total_bytes, sums: Vec::new(), piece: Vec::with_capacity(PIECE_BYTES) };
     writer.tensor(&head)?;
     drop((head, entries));
     for name in &contents.raw {
@@ -97,6 +98,7 @@ pub fn pack(
     inventory.visit(&mut Pack { cpu, source, writer: &mut writer, seen: HashSet::new() })?;
     let sums: Vec<u8> = writer.sums.iter().flat_map(|s| s.to_le_bytes()).collect();
     writer.tensor(&sums)?;
+    writer.write_piece()?;
     writer.out.flush().map_err(failed_to_write)?;
     Ok(())
 }
@@ -257,6 +259,8 @@ struct Writer<'o, 'p> {
     done_bytes: u64,
     total_bytes: u64,
     sums: Vec<u128>,
+    /// What was not written yet.
+    piece: Vec<u8>,
 }
 
 impl Writer<'_, '_> {
@@ -264,17 +268,31 @@ impl Writer<'_, '_> {
     fn tensor(&mut self, bytes: &[u8]) -> Result<(), LoadError> {
         self.sums.push(sum(bytes));
         let pad = bytes.len().next_multiple_of(ALIGNMENT as usize) - bytes.len();
-        for bytes in bytes.chunks(WRITE_BYTES).chain([&[0; ALIGNMENT as usize][..pad]]) {
-            self.out.write_all(bytes).map_err(failed_to_write)?;
-            self.done_bytes += bytes.len() as u64;
-            let (done_bytes, total_bytes) = (self.done_bytes, self.total_bytes);
-            if let ControlFlow::Break(()) = (self.progress)(LoadProgress { done_bytes, total_bytes }) {
-                return Err(LoadError::Cancelled { done_bytes, total_bytes });
+        for mut bytes in [bytes, &[0; ALIGNMENT as usize][..pad]] {
+            while !bytes.is_empty() {
+                let (now, rest) = bytes.split_at(bytes.len().min(PIECE_BYTES - self.piece.len()));
+                self.piece.extend_from_slice(now);
+                bytes = rest;
+                if self.piece.len() == PIECE_BYTES {
+                    self.write_piece()?;
+                }
             }
         }
         Ok(())
     }
+
+    fn write_piece(&mut self) -> Result<(), LoadError> {
+        self.out.write_all(&self.piece).map_err(failed_to_write)?;
+        self.done_bytes += self.piece.len() as u64;
+        self.piece.clear();
+        let (done_bytes, total_bytes) = (self.done_bytes, self.total_bytes);
+        match (self.progress)(LoadProgress { done_bytes, total_bytes }) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(LoadError::Cancelled { done_bytes, total_bytes }),
+        }
+    }
 }
 
-/// Between two calls of the progress callback.
-const WRITE_BYTES: usize = 8 << 20;
+/// Written at once, and between two calls of the progress callback. A multiple of a huge page, so that a file system that keeps what
+/// it is given at once together keeps the file on such pages.
+const PIECE_BYTES: usize = 8 << 20;
