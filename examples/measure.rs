@@ -6,7 +6,8 @@
 //! cargo run --release --example measure -- --shared-prefix 500 --rounds 9   a prompt whose start is cached, and one whose is not
 //! ```
 //!
-//! Of the first, `prefill_tok_s` counts the tokens of all prompts until each has its first token, `decode_tok_s` those generated
+//! Of the first, `start_to_first_token_ms` is from the program's beginning to the token after one word, tokenizer included, and is
+//! measured once; `prefill_tok_s` counts the tokens of all prompts until each has its first token, `decode_tok_s` those generated
 //! after that, all sequences together; figures are medians over `--repeat` runs. The second has the figures of
 //! `loquat::sched::sim::Report`, measured; its policies take turns, each round with a new engine for each, so that what else the machine
 //! does meets all of them alike. Tokens of prompts are drawn from the model's vocabulary by a seed, and answers are as
@@ -28,6 +29,7 @@ use support::policies::{self, Policies};
 use support::requests::{self, prompt};
 use support::serve::{Served, serve};
 use support::speed::{Speed, speed};
+use support::start::start_to_first_token_ms;
 use support::stats::{median, peak_rss_bytes};
 
 const USAGE: Usage = Usage {
@@ -69,10 +71,10 @@ const MAX_CACHE: usize = 1 << 20;
 const MAX_TOKENS: usize = 1 << 20;
 
 fn main() {
-    support::end("measure", run());
+    support::end("measure", run(Instant::now()));
 }
 
-fn run() -> Result<(), Box<dyn std::error::Error>> {
+fn run(begun: Instant) -> Result<(), Box<dyn std::error::Error>> {
     let args = USAGE.read();
     let machine = Machine::read(&args)?;
     let of_policies = ["--count", "--rate", "--cache-tokens", "--linger", "--max-wait", "--max-chunk"];
@@ -84,7 +86,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         prefix(&args, &machine)
     } else {
         refuse(&args, "without --policy or --shared-prefix", &[&of_policies[..], &["--seed", "--rounds"]].concat())?;
-        plain(&args, &machine)
+        plain(&args, &machine, begun)
     }
 }
 
@@ -133,13 +135,14 @@ fn open(path: &Path) -> Result<ModelFiles, Box<dyn std::error::Error>> {
 }
 
 /// Prefill and decode.
-fn plain(args: &Args, machine: &Machine) -> Result<(), Box<dyn std::error::Error>> {
+fn plain(args: &Args, machine: &Machine, begun: Instant) -> Result<(), Box<dyn std::error::Error>> {
     let prompt_tokens = args.number("--prompt-tokens", 128usize, 1..=MAX_TOKENS)?;
     let gen_tokens = args.number("--gen-tokens", 64usize, 1..=MAX_TOKENS)?;
     let batch = args.number("--batch", 1, 1..=1 << 12)?;
     let repeat = args.number("--repeat", 3, 1..=1 << 20)?;
     let path = support::model(args)?;
     let config = machine.config(batch, batch, batch * (prompt_tokens + gen_tokens).next_multiple_of(BLOCK_SIZE));
+    let start_ms = start_to_first_token_ms(&path, &config, begun)?;
     let mut loads = Vec::new();
     let mut timed = || -> Result<Engine, Box<dyn std::error::Error>> {
         let start = Instant::now();
@@ -157,6 +160,7 @@ fn plain(args: &Args, machine: &Machine) -> Result<(), Box<dyn std::error::Error
     let samples = samples.collect::<Result<Vec<_>, _>>()?;
     let of = |f: fn(&Speed) -> f64| median(samples.iter().map(f).collect());
     let report = json!({
+        "start_to_first_token_ms": start_ms,
         "load_ms": median(loads),
         "first_token_ms": of(|s| s.first_token_ms),
         "prefill_tok_s": of(|s| s.prefill_tok_s),

@@ -10,6 +10,7 @@ pub(crate) mod policies;
 pub(crate) mod requests;
 pub(crate) mod serve;
 pub(crate) mod speed;
+pub(crate) mod start;
 pub(crate) mod stats;
 
 use args::{Args, Opt, Wrong};
@@ -29,7 +30,7 @@ pub(crate) fn end(program: &str, outcome: Result<(), Box<dyn std::error::Error>>
 }
 
 pub(crate) const MODEL: Opt =
-    Opt { name: "--model", value: "PATH", help: "GGUF file, safetensors file, or folder with config.json" };
+    Opt { name: "--model", value: "PATH", help: "GGUF file, safetensors file, folder with config.json, or packed file" };
 pub(crate) const THREADS: Opt = Opt { name: "--threads", value: "N", help: "threads (default: as many as cores)" };
 
 /// How tokens are chosen.
