@@ -165,6 +165,9 @@ const fn quant<Q: Quant>(kernel: usize) -> Panel {
 fn pack_plain<const S: usize>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
     let step = 64 / S;
     for (i, out) in dst.chunks_mut(step * LANES * S).enumerate() {
+        if (i * 64).is_multiple_of(WARM) {
+            warm(rows, i * 64);
+        }
         for (n, row) in rows.iter().enumerate() {
             let from = i * 64;
             for (j, v) in row[from..row.len().min(from + 64)].as_chunks::<S>().0.iter().enumerate() {
@@ -178,6 +181,9 @@ fn pack_plain<const S: usize>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usiz
 fn pack_blocks<Q: Quant>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
     let mut bad = Ok(());
     for (b, out) in dst.chunks_exact_mut(Q::BYTES).enumerate() {
+        if b.is_multiple_of(WARM / Q::FILE) {
+            warm(rows, b * Q::FILE);
+        }
         for (n, row) in rows.iter().enumerate() {
             if !Q::put(n, &row[b * Q::FILE..][..Q::FILE], out) {
                 bad = Err(n);
@@ -186,6 +192,16 @@ fn pack_blocks<Q: Quant>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
     }
     bad
 }
+
+/// Brings the rows' next bytes into the caches. Packing reads a few of them from one row after the other, so that it would wait
+/// for each line in turn; here nothing waits, and many lines are on their way at once.
+fn warm(rows: &[&[u8]], from: usize) {
+    let of = |row: &&[u8]| row.get(from..).unwrap_or(&[]).iter().take(WARM + 64).step_by(64).fold(0, |all, byte| all ^ byte);
+    std::hint::black_box(rows.iter().map(of).fold(0, |all, byte| all ^ byte));
+}
+
+/// Bytes of a row: those of 32 fit the first cache and half of the second.
+const WARM: usize = 1024;
 
 /// Where the four bytes of output `n` lie in line `l` of `lines` a half, from the start of the quants.
 #[inline(always)]
