@@ -11,7 +11,7 @@ mod peaks;
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use loquat::arch::{Activation, AttnDims, Glu, NormSpec, RopeStyle, RouteSpec, Score};
 use loquat::backend::cpu::{Cpu, CpuBuf, CpuOptions, CpuStep, CpuWeight};
-use loquat::backend::{Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
+use loquat::backend::{Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, WeightPart};
 use loquat::batch::BatchLimits;
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
@@ -82,7 +82,7 @@ impl Device {
 
     fn matrix(&mut self, format: FormatId, shape: &[usize; 2], bytes: &[u8]) -> CpuWeight {
         let view = TensorView { format, shape, bytes };
-        self.cpu.weight(&[WeightPart { name: "w", view, order: RowOrder::Natural }]).expect("a matrix")
+        self.cpu.weight(&[WeightPart::new("w", view)]).expect("a matrix")
     }
 
     fn run(&mut self, rows: usize, w: &CpuWeight) {

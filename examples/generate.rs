@@ -33,10 +33,10 @@ const USAGE: Usage = Usage {
 };
 
 fn main() {
-    support::end("generate", run());
+    support::end("generate", run(Instant::now()));
 }
 
-fn run() -> Result<(), Box<dyn std::error::Error>> {
+fn run(program: Instant) -> Result<(), Box<dyn std::error::Error>> {
     let args = USAGE.read();
     let prompt = args.sentence()?;
     if prompt.is_empty() {
@@ -63,11 +63,12 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let load = start.elapsed();
 
     let begun = Instant::now();
-    let mut first = None;
+    let (mut first, mut since) = (None, None);
     let mut out = std::io::stdout().lock();
     for piece in session.generate(&mut engine, &options)? {
         let piece = piece?;
         first.get_or_insert_with(|| begun.elapsed());
+        since.get_or_insert_with(|| program.elapsed());
         out.write_all(piece.as_bytes())?;
         out.flush()?;
     }
@@ -77,7 +78,9 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         let generated = session.generated();
         let mut err = std::io::stderr();
         let prompt_tokens = session.tokens().len() - generated;
+        let since = since.unwrap_or_else(|| program.elapsed());
         writeln!(err, "load      {:.0} ms ({})", load.as_secs_f64() * 1e3, engine.model().describe())?;
+        writeln!(err, "first     {:.0} ms after the program's start", since.as_secs_f64() * 1e3)?;
         writeln!(err, "prefill   {prompt_tokens} tokens, {:.1} tokens/s", prompt_tokens as f64 / first.as_secs_f64())?;
         let decode = (whole - first).as_secs_f64();
         writeln!(err, "decode    {generated} tokens, {:.1} tokens/s", (generated.saturating_sub(1)) as f64 / decode.max(1e-9))?;

@@ -4,7 +4,7 @@
 
 use loquat::arch::{Activation, AttnDims, Glu, Groups, NormSpec, RopeStyle, RouteSpec, Score};
 use loquat::backend::cpu::{Compute, Cpu, CpuOptions};
-use loquat::backend::{AttnArgs, Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
+use loquat::backend::{AttnArgs, Backend, Expert, Heads, KvShape, MoeArgs, MoeShape, WeightPart};
 use loquat::batch::{Batch, BatchItem, BatchLimits, RowsWanted};
 use loquat::dtype::{FormatId, KvDType};
 use loquat::quant;
@@ -60,7 +60,7 @@ fn matrix(cpu: &mut Cpu, formats: &[FormatId], rows: usize, columns: usize) -> <
     let bytes: Vec<_> = formats.iter().map(|&f| quant::encode(f, &row, columns).unwrap().repeat(rows)).collect();
     let shape = [rows, columns];
     let views = formats.iter().zip(&bytes).map(|(&format, bytes)| TensorView { format, shape: &shape, bytes });
-    let parts: Vec<_> = views.map(|view| WeightPart { name: "w", view, order: RowOrder::Natural }).collect();
+    let parts: Vec<_> = views.map(|view| WeightPart::new("w", view)).collect();
     cpu.weight(&parts).unwrap()
 }
 

@@ -79,6 +79,7 @@ fn mistakes_on_the_command_line_exit_with_2() {
         ("dump_logits", &["--ids", "1,x"], "dump_logits: --ids: expected numbers"),
         ("dump_logits", &[], "dump_logits: --ids 1,2,3 is needed"),
         ("simulate", &["--rate", "0"], "simulate: --rate: expected a number from 0.000001 to 1000000, found \"0\""),
+        ("pack", &["--model", "a.gguf"], "expected --out FILE"),
         ("simulate", &["policy"], "simulate: no words are expected, found policy"),
         ("custom_scheduler", &["--reserved", "4"], "custom_scheduler: --reserved: expected a number from 0 to 3"),
     ] {
@@ -103,6 +104,25 @@ fn dump_logits_refuses_what_it_would_have_to_ignore() {
         assert!(code == Some(2) && error.contains(expected), "{code:?} {error}");
         assert!(!out.exists());
     }
+}
+
+#[test]
+fn a_model_is_packed_and_answers_as_before() {
+    let scratch = Scratch::new("pack");
+    let (model, out) = (fixtures().join("gguf/llama_q4_0.gguf"), scratch.path("model.loquat"));
+    let Some(mut command) = example("pack") else { return };
+    let (code, said, error) = run(command.args(["--threads=1", "--verify", "--out"]).arg(&out).arg("--model").arg(&model), b"");
+    assert_eq!((code, error.as_str()), (Some(0), ""), "{said}");
+    let answer = |model: &std::path::Path| {
+        let mut command = example("generate").unwrap();
+        run(command.args(["--raw", "--max-tokens=8", "--threads=1", "a"]).arg("--model").arg(model), b"")
+    };
+    assert_eq!(answer(&out), answer(&model));
+    // What fails leaves nothing behind.
+    let Some(mut command) = example("pack") else { return };
+    let (code, _, error) = run(command.args(["--out"]).arg(scratch.path("none")).arg("--model=no/such/model"), b"");
+    assert!(code == Some(1) && error.contains("no/such/model"), "{code:?} {error}");
+    assert_eq!(std::fs::read_dir(scratch.folder()).unwrap().count(), 1);
 }
 
 #[test]

@@ -5,6 +5,8 @@
 mod common;
 #[path = "common/heap.rs"]
 mod heap;
+#[path = "common/scratch.rs"]
+mod scratch;
 
 use common::engines::open;
 use common::golden::fixtures;
@@ -13,9 +15,10 @@ use common::made::Sizes;
 use common::process::{alone, threads};
 use heap::{calls_of, live_bytes, peak_of};
 use loquat::engine::{Engine, EngineConfig, EventKind, FinishReason, Request, Status};
-use loquat::model::{ModelFiles, OpenOptions};
+use loquat::model::{ModelFiles, OpenOptions, PackOptions, pack};
 use loquat::weights::{LoadMode, no_progress};
 use loquat::{Compute, ConfigError, Error, FormatId, GenerateOptions, KvDType, Pooling, SamplingParams, Session, TokenId};
+use scratch::Scratch;
 use std::time::{Duration, Instant};
 
 #[global_allocator]
@@ -185,6 +188,13 @@ fn the_plan_is_what_is_allocated() {
             [FormatId::F32, FormatId::F16, FormatId::BF16, FormatId::Q8_0, FormatId::Q4_0, FormatId::Q4K, FormatId::Q6K];
         let mut models: Vec<(String, ModelFiles)> = formats.map(|f| (f.to_string(), LARGE.synthetic(f))).into();
         models.extend(MODELS.map(|m| (m.to_owned(), open(&fixtures().join(m)))));
+        // Used as they lie, or unpacked.
+        let scratch = Scratch::new("memory");
+        for (i, model) in MODELS.iter().enumerate() {
+            let mut packed = Vec::new();
+            pack(fixtures().join(model), &PackOptions::default(), &mut packed, &mut no_progress).unwrap();
+            models.push((format!("{model}, packed"), open(&scratch.write(&i.to_string(), packed))));
+        }
         for (name, files) in &models {
             for compute in [Compute::Exact, Compute::Fast] {
                 for (threads, kv_dtype, block_size, prompt_logits, hidden) in

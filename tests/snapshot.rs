@@ -5,6 +5,8 @@
 mod common;
 #[path = "common/counting.rs"]
 mod counting;
+#[path = "../fuzz/bodies/digest.rs"]
+mod digest;
 #[path = "../fuzz/bodies/snapshot.rs"]
 mod snapshot;
 

@@ -28,7 +28,7 @@ pub(crate) fn end(program: &str, outcome: Result<(), Box<dyn std::error::Error>>
 }
 
 pub(crate) const MODEL: Opt =
-    Opt { name: "--model", value: "PATH", help: "GGUF file, safetensors file, or folder with config.json" };
+    Opt { name: "--model", value: "PATH", help: "GGUF file, safetensors file, folder with config.json, or packed file" };
 pub(crate) const THREADS: Opt = Opt { name: "--threads", value: "N", help: "threads (default: as many as cores)" };
 
 /// How tokens are chosen.

@@ -2,6 +2,7 @@
 //! that an engine can go on with.
 #![allow(unreachable_pub)] // Included by binaries, which export nothing.
 
+use super::digest::digest;
 use loquat::weights::{Fill, Synthetic, SyntheticTensor};
 use loquat::{
     Engine, EngineConfig, FormatId, GenerateOptions, KvSave, ModelFiles, Polled, SaveOptions, Session, SideTexts, TokenId,
@@ -86,29 +87,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
     seeds
 }
 
-/// Makes the checksum fit the bytes: the format's own definition, written a second time.
+/// Makes the checksum fit the bytes.
 pub fn seal(bytes: &mut [u8]) {
     if bytes.len() < 32 {
         return;
     }
     let rest = [&bytes[..16], &bytes[32..]].concat();
-    let (a0, b0) = (0x9e37_79b9_7f4a_7c15u64, 0xbb67_ae85_84ca_a73bu64);
-    let (mut a, mut b) = (a0, b0);
-    for chunk in rest.chunks(8) {
-        let mut word = [0; 8];
-        word[..chunk.len()].copy_from_slice(chunk);
-        let word = u64::from_le_bytes(word);
-        a = (a ^ word).wrapping_mul(a0).rotate_left(29);
-        b = (b ^ word.rotate_left(32)).wrapping_mul(b0).rotate_left(31);
-    }
-    let mix = |mut x: u64| {
-        x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
-        x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
-        x ^ (x >> 33)
-    };
-    let len = rest.len() as u64;
-    bytes[16..24].copy_from_slice(&mix(a ^ len).to_le_bytes());
-    bytes[24..32].copy_from_slice(&mix(b ^ len).to_le_bytes());
+    bytes[16..32].copy_from_slice(&digest(&rest));
 }
 
 /// One layer with a window, random weights, and a tokenizer of three letters.

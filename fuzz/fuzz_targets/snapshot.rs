@@ -2,5 +2,7 @@
 
 #[path = "../bodies/snapshot.rs"]
 mod body;
+#[path = "../bodies/digest.rs"]
+mod digest;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| body::run(data));

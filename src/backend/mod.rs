@@ -12,7 +12,7 @@ use crate::batch::{Batch, BatchLimits};
 use crate::dtype::{FormatId, KvDType};
 use crate::error::{LoadError, RunError};
 use crate::ids::{BlockCopy, BlockId};
-use crate::weights::TensorView;
+use crate::weights::{Panels, Release, TensorView};
 
 /// A tensor that becomes part of a weight matrix.
 #[derive(Clone, Copy, Debug)]
@@ -23,6 +23,18 @@ pub struct WeightPart<'a> {
     pub view: TensorView<'a>,
     /// How its rows are to be read.
     pub order: RowOrder,
+    /// The matrix as the kernels read it, its rows in their order: only such as [`Backend::panels_bytes`] accepts, and then `view`
+    /// has no bytes.
+    pub panels: Option<&'a Panels>,
+    /// Is told of bytes of `view` that nothing reads any more.
+    pub release: Option<Release<'a>>,
+}
+
+impl<'a> WeightPart<'a> {
+    /// Rows as they lie, which someone may read again.
+    pub fn new(name: &'a str, view: TensorView<'a>) -> Self {
+        WeightPart { name, view, order: RowOrder::Natural, panels: None, release: None }
+    }
 }
 
 /// The order in which a tensor's rows lie.
@@ -213,6 +225,12 @@ pub trait Backend: Send + Sized + 'static {
     /// Bytes of a matrix part of `rows` by `columns` stored as `format`.
     fn weight_bytes(&self, format: FormatId, rows: usize, columns: usize) -> u64;
 
+    /// Bytes that a matrix part of such values takes where its source holds it as `panels`: none where they are used as they
+    /// lie. `None` where this backend does not know their layout, or `panels` are not of that many values: it then wants rows.
+    fn panels_bytes(&self, _format: FormatId, _rows: usize, _columns: usize, _panels: &Panels) -> Option<u64> {
+        None
+    }
+
     /// Bytes of a cache and its host store.
     fn kv_bytes(&self, shape: &KvShape) -> u64;
 
@@ -228,7 +246,7 @@ pub trait Backend: Send + Sized + 'static {
     /// A matrix: the parts' rows one after the other. Parts may differ in format, not in columns.
     fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Weight, LoadError>;
 
-    /// The cache and its host store, zeroed.
+    /// The cache and its host store, zeroed. A device may let the system provide the memory as it is first used.
     fn kv(&mut self, shape: &KvShape) -> Result<Self::Kv, RunError>;
 
     /// Index arrays and scratch for batches up to `limits` with matrices of up to `max_columns` columns.

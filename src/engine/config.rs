@@ -24,7 +24,8 @@ pub struct EngineConfig {
     pub kv_dtype: KvDType,
     /// Tokens in a cache block: a power of two from 16 to 256.
     pub block_size: usize,
-    /// Tokens that the cache holds for all sequences together, rounded up to whole blocks. Layers with a window that reaches
+    /// Tokens that the cache holds for all sequences together, rounded up to whole blocks. Their memory is reserved at once, and most
+    /// systems provide it as blocks are first used. Layers with a window that reaches
     /// less far than the others' hold fewer: what `max_batch` running sequences can see of it, and two more.
     pub cache_tokens: usize,
     /// Tokens that preempted sequences can keep in the host's memory beside the cache, rounded up to whole blocks; 0: none, they

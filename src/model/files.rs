@@ -5,6 +5,7 @@
 //! finds out.
 #![forbid(unsafe_code)]
 
+use super::packed::Packed;
 use super::{Fingerprint, gguf};
 use crate::arch::{Arch, Config, ModelSpec, Naming};
 use crate::error::{ConfigError, LoadError, TextError};
@@ -58,6 +59,9 @@ pub struct ModelFiles {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     end_ids: Vec<TokenId>,
+    pub(super) packed: Option<Arc<Packed>>,
+    /// Of the weights before they were packed.
+    pub(super) weights_digest: Option<u128>,
     /// Shared by clones: taken once.
     pub(super) fingerprint: Arc<OnceLock<Fingerprint>>,
 }
@@ -71,20 +75,13 @@ impl ModelFiles {
         Self::open(path, &OpenOptions::default(), &mut weights::no_progress)
     }
 
-    /// Opens a GGUF file, a safetensors file with its config.json beside it, or a folder that holds either.
+    /// Opens a GGUF file, a safetensors file with its config.json beside it, a folder that holds either, or what [`pack`](super::pack)
+    /// made of them.
     ///
     /// # Errors
     /// [`LoadError`] names the file and the field.
     pub fn open(path: impl AsRef<Path>, options: &OpenOptions, progress: &mut OnProgress<'_>) -> Result<Self, LoadError> {
-        let path = path.as_ref();
-        match weights::open(path, options.mode, progress)? {
-            Opened::Gguf(gguf) => Self::from_gguf(gguf, options.text),
-            Opened::Safetensors(source) => {
-                let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new(".")) };
-                let texts = SideTexts::read(folder, options)?;
-                Self::from_texts(source, &texts, options.text)
-            }
-        }
+        Self::from_head(Head::open(path.as_ref(), options, progress)?, options.text)
     }
 
     /// A model from bytes in memory, of a program that ships its weights in an archive of its own: a GGUF file, or a
@@ -94,9 +91,20 @@ impl ModelFiles {
     /// As [`open`](Self::open).
     pub fn from_memory(label: &str, weights: impl Into<Bytes>, texts: &SideTexts) -> Result<Self, LoadError> {
         match weights::open_bytes(label, weights)? {
-            Opened::Gguf(gguf) => Self::from_gguf(gguf, true),
+            Opened::Gguf(gguf) => Self::from_head(Head::of_gguf(gguf)?, true),
             Opened::Safetensors(source) => Self::from_texts(source, texts, true),
         }
+    }
+
+    pub(super) fn from_head(head: Head, text: bool) -> Result<Self, LoadError> {
+        let Head { weights, gguf, packed, texts } = head;
+        let mut files = match gguf {
+            Some(gguf) => Self::from_gguf(&gguf, weights, text)?,
+            None => Self::from_texts(weights, &texts, text)?,
+        };
+        files.weights_digest = packed.as_ref().map(|p| p.weights_digest());
+        files.packed = packed;
+        Ok(files)
     }
 
     /// A model from any source of weights with the tensor names of published safetensors: synthetic ones, for benches.
@@ -118,13 +126,13 @@ impl ModelFiles {
         Ok(files)
     }
 
-    fn from_gguf(gguf: Arc<Gguf>, text: bool) -> Result<Self, LoadError> {
-        let config = gguf::config(&gguf)?;
-        let mut files = Self::assemble(gguf.clone(), &config, Naming::Gguf)?;
-        gguf::take_rope_factors(&gguf, &mut files.spec)?;
+    fn from_gguf(gguf: &Gguf, weights: Arc<dyn WeightSource>, text: bool) -> Result<Self, LoadError> {
+        let config = gguf::config(gguf, &*weights)?;
+        let mut files = Self::assemble(weights, &config, Naming::Gguf)?;
+        gguf::take_rope_factors(&*files.weights, &mut files.spec)?;
         if text {
-            files.tokenizer = gguf::tokenizer(&gguf)?;
-            files.template = gguf::template(&gguf)?;
+            files.tokenizer = gguf::tokenizer(gguf)?;
+            files.template = gguf::template(gguf)?;
         }
         files.settle_end_ids();
         Ok(files)
@@ -133,8 +141,18 @@ impl ModelFiles {
     fn assemble(weights: Arc<dyn WeightSource>, config: &Config, naming: Naming) -> Result<Self, LoadError> {
         let arch = Arch::find(config, naming)?;
         let spec = arch.read(config, naming)?;
-        let (end_ids, fingerprint) = (Vec::new(), Arc::default());
-        Ok(ModelFiles { weights, naming, arch, spec, tokenizer: None, template: None, end_ids, fingerprint })
+        Ok(ModelFiles {
+            weights,
+            naming,
+            arch,
+            spec,
+            tokenizer: None,
+            template: None,
+            end_ids: Vec::new(),
+            packed: None,
+            weights_digest: None,
+            fingerprint: Arc::default(),
+        })
     }
 
     fn add_texts(&mut self, texts: &SideTexts) -> Result<(), LoadError> {
@@ -214,6 +232,41 @@ impl ModelFiles {
     /// Tokens that end an answer, from all files together, in rising order.
     pub fn end_ids(&self) -> &[TokenId] {
         &self.end_ids
+    }
+}
+
+/// What opening found, before anything is made of it.
+pub(super) struct Head {
+    pub(super) weights: Arc<dyn WeightSource>,
+    /// Whose metadata the model is described by; without it the texts do.
+    pub(super) gguf: Option<Arc<Gguf>>,
+    pub(super) packed: Option<Arc<Packed>>,
+    pub(super) texts: SideTexts,
+}
+
+impl Head {
+    pub(super) fn open(path: &Path, options: &OpenOptions, progress: &mut OnProgress<'_>) -> Result<Self, LoadError> {
+        match weights::open(path, options.mode, progress)? {
+            Opened::Gguf(gguf) => Self::of_gguf(gguf),
+            Opened::Safetensors(weights) => {
+                let folder = if path.is_dir() { path } else { path.parent().unwrap_or(Path::new(".")) };
+                Ok(Head { weights, gguf: None, packed: None, texts: SideTexts::read(folder, options)? })
+            }
+        }
+    }
+
+    fn of_gguf(gguf: Arc<Gguf>) -> Result<Self, LoadError> {
+        if !Packed::is(&gguf) {
+            return Ok(Head { weights: gguf.clone(), gguf: Some(gguf), packed: None, texts: SideTexts::default() });
+        }
+        let packed = Arc::new(Packed::open(gguf.clone())?);
+        let texts = packed.texts();
+        Ok(Head {
+            weights: packed.clone(),
+            gguf: texts.is_none().then_some(gguf),
+            packed: Some(packed),
+            texts: texts.unwrap_or_default(),
+        })
     }
 }
 

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 use super::ModelFiles;
+use crate::weights::WeightSource;
 use std::fmt;
 
 /// Names a model's weights and configuration: see [`ModelFiles::fingerprint`].
@@ -32,25 +33,33 @@ impl ModelFiles {
             let mut digest = Digest::default();
             // Everything that decides what the weights compute, and nothing can be forgotten.
             digest.text(&format!("{:?}", self.spec()));
-            let source = self.weights();
-            let mut names: Vec<_> = source.names().collect();
-            names.sort_unstable();
-            for name in names {
-                let Some(view) = source.tensor(name) else { continue };
-                digest.text(name);
-                digest.text(view.format.name());
-                digest.number(view.shape.len() as u64);
-                view.shape.iter().for_each(|&n| digest.number(n as u64));
-                digest.number(view.bytes.len() as u64);
-                let last = view.bytes.len().saturating_sub(SAMPLE);
-                for i in 0..SAMPLES {
-                    let at = last / (SAMPLES - 1) * i;
-                    digest.update(&view.bytes[at..(at + SAMPLE).min(view.bytes.len())]);
-                }
-            }
+            digest.update(&self.weights_digest.unwrap_or_else(|| weights_digest(self.weights())).to_le_bytes());
             Fingerprint(digest.finish())
         })
     }
+}
+
+/// The part of a fingerprint that tells weights apart. A packed file says which it had before it was packed.
+pub(super) fn weights_digest(source: &dyn WeightSource) -> u128 {
+    let mut digest = Digest::default();
+    let mut names: Vec<_> = source.names().collect();
+    names.sort_unstable();
+    for name in names {
+        let Some(view) = source.tensor(name) else { continue };
+        digest.text(name);
+        digest.text(view.format.name());
+        digest.number(view.shape.len() as u64);
+        view.shape.iter().for_each(|&n| digest.number(n as u64));
+        digest.number(view.bytes.len() as u64);
+        let last = view.bytes.len().saturating_sub(SAMPLE);
+        for i in 0..SAMPLES {
+            let at = last / (SAMPLES - 1) * i;
+            digest.update(&view.bytes[at..(at + SAMPLE).min(view.bytes.len())]);
+        }
+        // The system maps a file's neighbouring pages with each: together they would be a good part of it.
+        source.release(name);
+    }
+    digest.finish()
 }
 
 /// Places of a tensor that are looked at, and bytes of each.

@@ -9,16 +9,17 @@ use crate::text::{ChatTemplate, GgufVocab, Tokenizer};
 use crate::weights::{Gguf, MetaArray, MetaValue, WeightSource};
 use serde_json::Value;
 
-pub(super) fn config(gguf: &Gguf) -> Result<Config, LoadError> {
+/// `source` has the tensors: the file itself, or what it was packed into.
+pub(super) fn config(gguf: &Gguf, source: &dyn WeightSource) -> Result<Config, LoadError> {
     let key = "general.architecture";
     let arch = gguf.metadata(key).and_then(MetaValue::as_str);
     let arch = arch.ok_or_else(|| LoadError::malformed(gguf.label(), key, "a string", "nothing of the kind"))?;
     let prefix = format!("{arch}.");
     let entries = gguf.entries().filter(|(key, _)| key.starts_with(&prefix));
     let mut config = Config::from_gguf(arch, entries.filter_map(|(key, v)| Some((key.to_owned(), to_json(v)?))));
-    let has = |name: &str| gguf.tensor(name).is_some();
+    let has = |name: &str| source.header(name).is_some();
     if !config.has("vocab_size")
-        && let Some(rows) = gguf.tensor("token_embd.weight").and_then(|t| t.shape.first().copied())
+        && let Some(rows) = source.header("token_embd.weight").and_then(|(_, shape)| shape.first().copied())
     {
         config.set("vocab_size", rows);
     }
@@ -31,7 +32,7 @@ pub(super) fn config(gguf: &Gguf) -> Result<Config, LoadError> {
     // Falcon's newer architecture has two norms before its two halves.
     config.set("new_decoder_architecture", has("blk.0.attn_norm_2.weight"));
     // Lists of rotary divisors are tensors here.
-    let lists = (divisors(gguf, "rope_factors_short.weight")?, divisors(gguf, "rope_factors_long.weight")?);
+    let lists = (divisors(source, "rope_factors_short.weight")?, divisors(source, "rope_factors_long.weight")?);
     if let (Some(short), Some(long)) = lists {
         config.nest(
             "rope_scaling",
@@ -42,28 +43,28 @@ pub(super) fn config(gguf: &Gguf) -> Result<Config, LoadError> {
 }
 
 /// Llama 3's frequencies are divisors in a tensor.
-pub(super) fn take_rope_factors(gguf: &Gguf, spec: &mut ModelSpec) -> Result<(), LoadError> {
+pub(super) fn take_rope_factors(source: &dyn WeightSource, spec: &mut ModelSpec) -> Result<(), LoadError> {
     let name = "rope_freqs.weight";
-    let (Some(divisors), Some(rope)) = (divisors(gguf, name)?, spec.ropes.first_mut()) else { return Ok(()) };
+    let (Some(divisors), Some(rope)) = (divisors(source, name)?, spec.ropes.first_mut()) else { return Ok(()) };
     if divisors.len() != rope.rotary / 2 {
         return Err(LoadError::Shape { tensor: name.into(), expected: vec![rope.rotary / 2], found: vec![divisors.len()] });
     }
     rope.scaling = RopeScaling::Factors(divisors);
     match rope.is_sound() {
         true => Ok(()),
-        false => Err(LoadError::malformed(gguf.label(), name, "divisors that leave finite frequencies", "too small ones")),
+        false => Err(LoadError::malformed(source.label(), name, "divisors that leave finite frequencies", "too small ones")),
     }
 }
 
 /// A tensor of rotary divisors, if it is there.
-fn divisors(gguf: &Gguf, name: &str) -> Result<Option<Vec<f64>>, LoadError> {
-    let Some(t) = gguf.tensor(name) else { return Ok(None) };
+fn divisors(source: &dyn WeightSource, name: &str) -> Result<Option<Vec<f64>>, LoadError> {
+    let Some(t) = source.tensor(name) else { return Ok(None) };
     if t.format != FormatId::F32 {
         return Err(LoadError::TensorFormat { tensor: name.into(), expected: "F32", found: t.format });
     }
     let divisors: Vec<f64> = t.bytes.as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect();
     match divisors.iter().find(|d| !(d.is_finite() && **d > 0.0)) {
-        Some(bad) => Err(LoadError::malformed(gguf.label(), name, "finite divisors above 0", bad)),
+        Some(bad) => Err(LoadError::malformed(source.label(), name, "finite divisors above 0", bad)),
         None => Ok(Some(divisors)),
     }
 }

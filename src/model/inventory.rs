@@ -3,12 +3,11 @@
 #![forbid(unsafe_code)]
 
 use super::ModelFiles;
-use super::parts::Part;
+use super::parts::{Header, Part};
 use super::tensors::{Attn, FeedForward, Gated, Layer, Listed, Norm, Tensors, Vector, Visit};
 use crate::arch::{AttnSpec, Ffn, KvLayout, LayerSpec, ModelSpec, Naming, NormSpan, NormSpec, QkNorm, Role, Stored};
 use crate::backend::RowOrder;
 use crate::error::LoadError;
-use crate::weights::TensorView;
 use std::collections::HashSet;
 
 /// Finds every tensor that the spec asks for and checks its shape.
@@ -40,7 +39,7 @@ pub(super) fn inventory(files: &ModelFiles) -> Result<Tensors<Listed>, LoadError
         .collect();
     let known =
         |name: &str| used.0.contains(name) || spare.iter().any(|(s, _)| s == name) || arch.ignores(name, spec.layers.len());
-    match files.weights().names().find(|name| !known(name)) {
+    match files.weights().names().chain(files.weights().packed_names()).find(|name| !known(name)) {
         None => Ok(inventory),
         Some(name) => Err(LoadError::ExtraTensor { name: name.to_owned(), arch: arch.name.to_owned() }),
     }
@@ -94,8 +93,8 @@ impl<'a> Find<'a> {
                 // Key and value of a head lie together, the key the other way round.
                 Some((name, view, _)) => {
                     let (height, first) = (nope_dim + value_dim, h * (nope_dim + value_dim) * rank);
-                    self.fits(name, view, &[a.heads * height, rank])?;
-                    let part = |first, rows| Part::of(Role::LatentUp, name.clone(), view, first, &[rows, rank]);
+                    self.fits(name, *view, &[a.heads * height, rank])?;
+                    let part = |first, rows| Part::of(Role::LatentUp, name.clone(), *view, first, &[rows, rank]);
                     (part(first, nope_dim)?.absorbed(rope_dim, false), part(first + nope_dim * rank, value_dim)?)
                 }
                 None => {
@@ -244,8 +243,8 @@ impl<'a> Find<'a> {
         let (name, view, _) = self.need(role, 0)?;
         let turned = self.stored().transposed.contains(&role) && shape.len() == 2;
         let there = if turned { vec![shape[1], shape[0]] } else { shape.to_vec() };
-        self.fits(&name, &view, &there)?;
-        let part = Part::whole(role, name, &view, &there)?;
+        self.fits(&name, view, &there)?;
+        let part = Part::whole(role, name, view, &there)?;
         Ok(if turned { part.transposed() } else { part })
     }
 
@@ -255,29 +254,29 @@ impl<'a> Find<'a> {
         let turned = self.stored().transposed.contains(&role) && shape.len() == 2;
         let there = if turned { vec![shape[1], shape[0]] } else { shape.to_vec() };
         let part = if own {
-            self.fits(&name, &view, &there)?;
-            Part::whole(role, name, &view, &there)?
+            self.fits(&name, view, &there)?;
+            Part::whole(role, name, view, &there)?
         } else {
-            self.fits(&name, &view, &[&[of], &there[..]].concat())?;
-            Part::of(role, name, &view, n * there.iter().product::<usize>(), &there)?
+            self.fits(&name, view, &[&[of], &there[..]].concat())?;
+            Part::of(role, name, view, n * there.iter().product::<usize>(), &there)?
         };
         Ok(if turned { part.transposed() } else { part })
     }
 
-    fn fits(&self, name: &str, view: &TensorView<'_>, shape: &[usize]) -> Result<(), LoadError> {
-        if view.shape == shape {
+    fn fits(&self, name: &str, (_, found): Header<'_>, shape: &[usize]) -> Result<(), LoadError> {
+        if found == shape {
             return Ok(());
         }
-        Err(LoadError::Shape { tensor: name.to_owned(), expected: shape.to_vec(), found: view.shape.to_vec() })
+        Err(LoadError::Shape { tensor: name.to_owned(), expected: shape.to_vec(), found: found.to_vec() })
     }
 
     /// The first of the role's names that is there.
-    fn look(&self, role: Role, n: usize) -> Option<(String, TensorView<'a>, bool)> {
+    fn look(&self, role: Role, n: usize) -> Option<(String, Header<'a>, bool)> {
         let names = self.files.arch().names(role, self.layer, n, self.files.naming());
-        names.into_iter().find_map(|(name, own)| self.files.weights().tensor(&name).map(|view| (name, view, own)))
+        names.into_iter().find_map(|(name, own)| self.files.weights().header(&name).map(|view| (name, view, own)))
     }
 
-    fn need(&self, role: Role, n: usize) -> Result<(String, TensorView<'a>, bool), LoadError> {
+    fn need(&self, role: Role, n: usize) -> Result<(String, Header<'a>, bool), LoadError> {
         if let Some(found) = self.look(role, n) {
             return Ok(found);
         }

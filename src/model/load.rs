@@ -6,9 +6,10 @@ use super::parts::Part;
 use super::plan::ModelLimits;
 use super::tensors::{Gated, Listed, Loaded, Vector, Visit};
 use super::{ModelFiles, Transformer};
-use crate::backend::{Backend, Expert, WeightPart};
+use crate::backend::{Backend, Expert, RowOrder, WeightPart, cpu};
 use crate::error::{Error, LoadError};
-use crate::weights::{LoadProgress, OnProgress, TensorView, WeightSource};
+use crate::weights::{LoadProgress, OnProgress, Panels, Release, TensorView, WeightSource};
+use std::borrow::Cow;
 
 impl<B: Backend> Transformer<B> {
     /// Loads the weights, tensor by tensor, and allocates everything a step of up to `limits` needs. `progress` counts the
@@ -22,11 +23,10 @@ impl<B: Backend> Transformer<B> {
         limits.check(files.spec())?;
         let inventory = inventory(files)?;
         let mut total_bytes = 0;
-        let part = |p: &Part| p.format.bytes_of(p.shape.iter().product()).unwrap_or(0) as u64;
         inventory.visit(&mut Sum {
             total: &mut total_bytes,
-            matrix: part,
-            vector: |v: &Vector| v.parts.iter().map(part).sum(),
+            matrix: part_bytes,
+            vector: |v: &Vector| v.parts.iter().map(part_bytes).sum(),
         })?;
         let mut loader = Loader { backend: &mut backend, source: files.weights(), progress, done_bytes: 0, total_bytes };
         loader.report(0)?;
@@ -44,7 +44,10 @@ pub(super) fn weight_bytes<B: Backend>(files: &ModelFiles, backend: &B) -> Resul
     inventory(files)?.visit(&mut Sum {
         total: &mut total,
         matrix: |p: &Part| match p.shape[..] {
-            [rows, columns] => backend.weight_bytes(p.format, rows, columns),
+            [rows, columns] => {
+                let beside = p.panels(files.weights()).and_then(|x| backend.panels_bytes(p.format, rows, columns, &x));
+                beside.unwrap_or_else(|| backend.weight_bytes(p.format, rows, columns))
+            }
             _ => 0,
         },
         vector: |v: &Vector| 4 * v.len as u64,
@@ -74,6 +77,49 @@ impl<M: Fn(&Part) -> u64, V: Fn(&Vector) -> u64> Visit for Sum<'_, M, V> {
 
     fn expert(&mut self, expert: &Gated<Listed>) -> Result<(), LoadError> {
         expert.visit(self).map(|_| ())
+    }
+}
+
+/// Bytes of a part in its file's layout.
+fn part_bytes(p: &Part) -> u64 {
+    p.format.bytes_of(p.shape.iter().product()).unwrap_or(0) as u64
+}
+
+/// What a backend is given of a part.
+pub(super) enum Taken<'a> {
+    /// Its rows, as they lie or made.
+    Rows(Cow<'a, [u8]>),
+    /// Its rows in their order, from panels.
+    Unpacked(Vec<u8>),
+    Panels(Panels),
+}
+
+impl<'a> Taken<'a> {
+    pub(super) fn of<B: Backend>(p: &Part, source: &'a dyn WeightSource, backend: &B) -> Result<Self, LoadError> {
+        let Some(panels) = p.panels(source) else { return Ok(Taken::Rows(p.bytes(source)?)) };
+        let &[rows, columns] = &p.shape[..] else {
+            return Err(LoadError::malformed(format!("tensor {}", p.name), "data", "values, as it is no matrix", "panels"));
+        };
+        Ok(match backend.panels_bytes(p.format, rows, columns, &panels) {
+            Some(_) => Taken::Panels(panels),
+            None => {
+                let unpacked = cpu::unpack(&p.name, p.format, rows, columns, &panels)?;
+                panels.bytes.release(0..panels.bytes.len());
+                Taken::Unpacked(unpacked)
+            }
+        })
+    }
+
+    pub(super) fn view<'v>(&'v self, p: &'v Part, source: &'v dyn WeightSource) -> WeightPart<'v> {
+        let (bytes, panels): (&[u8], _) = match self {
+            Taken::Rows(bytes) => (bytes, None),
+            Taken::Unpacked(bytes) => (bytes, None),
+            Taken::Panels(panels) => (&[], Some(panels)),
+        };
+        let order = if matches!(self, Taken::Rows(_)) { p.order } else { RowOrder::Natural };
+        let first = p.first_byte().filter(|_| matches!(self, Taken::Rows(Cow::Borrowed(_))));
+        let release = first.map(|first| Release::new(source, &p.name, first));
+        WeightPart { order, panels, release, ..WeightPart::new(&p.name, TensorView { format: p.format, shape: &p.shape, bytes }) }
     }
 }
 
@@ -113,21 +159,13 @@ impl<B: Backend> Loader<'_, '_, B> {
         parts: &[Part],
         f: impl FnOnce(&mut B, &[WeightPart<'_>]) -> Result<T, LoadError>,
     ) -> Result<T, LoadError> {
-        let bytes = parts.iter().map(|p| p.bytes(self.source)).collect::<Result<Vec<_>, _>>()?;
-        let views: Vec<_> = parts
-            .iter()
-            .zip(&bytes)
-            .map(|(p, bytes)| WeightPart {
-                name: &p.name,
-                view: TensorView { format: p.format, shape: &p.shape, bytes },
-                order: p.order,
-            })
-            .collect();
+        let taken = parts.iter().map(|p| Taken::of(p, self.source, self.backend)).collect::<Result<Vec<_>, _>>()?;
+        let views: Vec<_> = parts.iter().zip(&taken).map(|(p, t)| t.view(p, self.source)).collect();
         let made = f(self.backend, &views)?;
         for p in parts.iter().filter(|p| p.last) {
             self.source.release(&p.name);
         }
-        self.report(bytes.iter().map(|b| b.len() as u64).sum())?;
+        self.report(parts.iter().map(part_bytes).sum())?;
         Ok(made)
     }
 

@@ -10,6 +10,7 @@ mod fingerprint;
 mod gguf;
 mod inventory;
 mod load;
+mod packed;
 mod parts;
 mod plan;
 mod tensors;
@@ -19,6 +20,7 @@ pub(crate) use fingerprint::Digest;
 
 pub use files::{ModelFiles, OpenOptions, SideTexts};
 pub use fingerprint::Fingerprint;
+pub use packed::{PackOptions, pack};
 pub use plan::{MemoryPlan, ModelLimits};
 pub use transformer::Transformer;
 

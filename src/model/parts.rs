@@ -9,8 +9,11 @@ use crate::backend::RowOrder;
 use crate::dtype::FormatId;
 use crate::error::LoadError;
 use crate::quant;
-use crate::weights::{TensorView, WeightSource};
+use crate::weights::{Panels, WeightSource};
 use std::borrow::Cow;
+
+/// Format and shape of a tensor.
+pub(super) type Header<'a> = (FormatId, &'a [usize]);
 
 /// See the module's documentation.
 pub(super) struct Part {
@@ -46,31 +49,24 @@ enum Take {
 
 impl Part {
     /// The whole of a tensor.
-    pub(super) fn whole(role: Role, name: String, view: &TensorView<'_>, shape: &[usize]) -> Result<Self, LoadError> {
+    pub(super) fn whole(role: Role, name: String, view: Header<'_>, shape: &[usize]) -> Result<Self, LoadError> {
         Self::of(role, name, view, 0, shape)
     }
 
     /// The values from `first` on.
-    pub(super) fn of(role: Role, name: String, view: &TensorView<'_>, first: usize, shape: &[usize]) -> Result<Self, LoadError> {
+    pub(super) fn of(role: Role, name: String, view: Header<'_>, first: usize, shape: &[usize]) -> Result<Self, LoadError> {
         let row = shape.last().copied().unwrap_or(0);
-        let (len, block) = (shape.iter().product::<usize>(), view.format.block_len());
-        if first + len > view.len() {
-            return Err(LoadError::Shape { tensor: name, expected: shape.to_vec(), found: view.shape.to_vec() });
+        let (format, whole) = view;
+        let (len, block) = (shape.iter().product::<usize>(), format.block_len());
+        let values = whole.iter().product();
+        if first + len > values {
+            return Err(LoadError::Shape { tensor: name, expected: shape.to_vec(), found: whole.to_vec() });
         }
         if !row.is_multiple_of(block) || !first.is_multiple_of(block) {
-            return Err(LoadError::PartialBlock { tensor: name, row_len: row, block_len: block, format: view.format });
+            return Err(LoadError::PartialBlock { tensor: name, row_len: row, block_len: block, format });
         }
-        let last = first + len == view.len();
-        Ok(Part {
-            role,
-            name,
-            shape: shape.to_vec(),
-            format: view.format,
-            order: RowOrder::Natural,
-            first,
-            take: Take::AsTheyLie,
-            last,
-        })
+        let last = first + len == values;
+        Ok(Part { role, name, shape: shape.to_vec(), format, order: RowOrder::Natural, first, take: Take::AsTheyLie, last })
     }
 
     /// The same with its rows in another order.
@@ -90,6 +86,21 @@ impl Part {
         let (rank, nope) = if transposed { (self.shape[0], self.shape[1]) } else { (self.shape[1], self.shape[0]) };
         let take = Take::Absorbed { rank, rope, nope, transposed };
         Part { take, shape: vec![rank + rope, rope + nope], format: flat(self.format), ..self }
+    }
+
+    /// The matrix as the source has it laid out for kernels, if it has.
+    pub(super) fn panels(&self, source: &dyn WeightSource) -> Option<Panels> {
+        source.panels(&self.name, self.first)
+    }
+
+    /// What tells its panels from those of other parts.
+    pub(super) fn first(&self) -> usize {
+        self.first
+    }
+
+    /// Where its bytes start in the tensor, if they are taken as they lie.
+    pub(super) fn first_byte(&self) -> Option<usize> {
+        matches!(self.take, Take::AsTheyLie).then(|| self.format.bytes_of(self.first).expect("whole blocks"))
     }
 
     /// The values.

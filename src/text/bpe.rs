@@ -16,6 +16,7 @@ use super::pre::{Pre, Splitter};
 use super::vocab::{Index, TokenKind, Vocab};
 use crate::error::TextError;
 use crate::ids::TokenId;
+use foldhash::quality::RandomState;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
 use std::ops::Range;
@@ -29,7 +30,7 @@ pub(super) struct Bpe {
     /// `NONE` where the vocabulary lacks the byte.
     byte_ids: Box<[TokenId; 256]>,
     unknown: Option<TokenId>,
-    merges: HashMap<(TokenId, TokenId), Merge>,
+    merges: HashMap<u64, Merge, RandomState>,
     /// Where whole words are taken without merging: the words.
     words: Option<Index>,
 }
@@ -41,6 +42,11 @@ struct Merge {
 }
 
 const NONE: TokenId = TokenId::MAX;
+
+/// Two ids as one key.
+fn pair(left: TokenId, right: TokenId) -> u64 {
+    u64::from(left) << 32 | u64::from(right)
+}
 
 impl Bpe {
     /// `merges` are lines of two token texts with a space between, the best first.
@@ -54,8 +60,9 @@ impl Bpe {
         if byte_ids.iter().all(|&id| id == NONE) {
             return Err(TextError::tokenizer("tokenizer.ggml.tokens", "tokens for single bytes", "none"));
         }
-        let mut table = HashMap::with_capacity(merges.len());
+        let mut table = HashMap::with_capacity_and_hasher(merges.len(), RandomState::default());
         let mut text = String::new();
+        let mut next = 0;
         for (rank, line) in merges.iter().enumerate() {
             let wrong =
                 |expected: &str| TextError::tokenizer(format!("tokenizer.ggml.merges[{rank}]"), expected, format!("{line:?}"));
@@ -67,14 +74,17 @@ impl Bpe {
             text.push_str(left);
             text.push_str(right);
             let find = |text: &str| vocab.find(text.as_bytes());
-            let (Some(left), Some(right), Some(id)) = (find(left), find(right), find(&text)) else {
+            // Merges make tokens in the order of their ids, mostly.
+            let made = if vocab.is_only(next, text.as_bytes()) { Some(next) } else { find(&text) };
+            let (Some(left), Some(right), Some(id)) = (find(left), find(right), made) else {
                 return Err(wrong("tokens of the vocabulary, and a token for their merge"));
             };
+            next = id.saturating_add(1);
             if vocab.is_special(id) {
                 return Err(wrong("a merge that makes no control token"));
             }
             let rank = u32::try_from(rank).map_err(|_| wrong("fewer than 2^32 merges"))?;
-            table.entry((left, right)).or_insert(Merge { rank, id });
+            table.entry(pair(left, right)).or_insert(Merge { rank, id });
         }
         let words = pre.ignore_merges.then(|| Index::new(vocab.byte_table(), |id| vocab.kinds()[id] == TokenKind::Normal));
         Ok(Bpe { splitter: Splitter::new(pre)?, nfc: pre.nfc, byte_ids, unknown, merges: table, words })
@@ -144,7 +154,7 @@ impl Bpe {
             if ids[left] != left_id || right >= len || ids[right] != right_id {
                 continue;
             }
-            let merge = self.merges[&(left_id, right_id)];
+            let merge = self.merges[&pair(left_id, right_id)];
             ids[left] = merge.id;
             ids[right] = NONE;
             next[left] = next[right];
@@ -161,9 +171,8 @@ impl Bpe {
     }
 
     fn candidate(&self, ids: &[TokenId], left: usize, right: usize, heap: &mut BinaryHeap<Reverse<Candidate>>) {
-        let pair = (ids[left], ids[right]);
-        if let Some(merge) = self.merges.get(&pair) {
-            heap.push(Reverse((merge.rank, left, pair.0, pair.1)));
+        if let Some(merge) = self.merges.get(&pair(ids[left], ids[right])) {
+            heap.push(Reverse((merge.rank, left, ids[left], ids[right])));
         }
     }
 }

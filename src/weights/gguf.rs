@@ -10,9 +10,11 @@ mod metadata;
 mod split;
 mod tensors;
 mod value;
+mod write;
 
 pub(super) use split::number_of;
 pub use value::{MetaArray, MetaValue};
+pub(crate) use write::{HeadTensor, write_head};
 
 use super::bytes::{Bytes, LoadMode, Loader, OnProgress};
 use super::say::unsupported;
@@ -23,6 +25,7 @@ use cursor::Cursor;
 use metadata::Metadata;
 use split::Split;
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 
 /// An open GGUF model: metadata and tensors.
@@ -78,6 +81,21 @@ impl Gguf {
         self.metadata.iter()
     }
 
+    /// The bytes of a tensor, to be kept beyond this.
+    pub(crate) fn bytes(&self, name: &str) -> Option<Bytes> {
+        self.table.bytes(name)
+    }
+
+    /// The tensors are to be used in place: they may lie on huge pages, where the system has any for files.
+    pub(crate) fn ask_for_huge_pages(&self) {
+        self.table.ask_for_huge_pages();
+    }
+
+    /// What lies before the first tensor, of a split model in the first file.
+    pub(crate) fn head(&self) -> &[u8] {
+        self.table.head()
+    }
+
     fn from_checked(parts: Vec<Part>) -> Result<Gguf, LoadError> {
         let announced = parts.first().and_then(|part| part.split.tensors);
         let mut bytes = Vec::with_capacity(parts.len());
@@ -125,6 +143,10 @@ impl WeightSource for Gguf {
 
     fn release(&self, name: &str) {
         self.table.release(name);
+    }
+
+    fn release_part(&self, name: &str, range: Range<usize>) {
+        self.table.release_part(name, range);
     }
 }
 

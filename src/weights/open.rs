@@ -10,6 +10,7 @@ use super::{TensorView, WeightSource};
 use crate::error::LoadError;
 use std::fs::{self, File};
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -59,6 +60,10 @@ impl WeightSource for Opened {
 
     fn release(&self, name: &str) {
         self.inner().release(name);
+    }
+
+    fn release_part(&self, name: &str, range: Range<usize>) {
+        self.inner().release_part(name, range);
     }
 }
 

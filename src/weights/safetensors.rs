@@ -18,6 +18,7 @@ use crate::error::LoadError;
 use header::Header;
 use index::Index;
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 
 /// An open safetensors model.
@@ -119,6 +120,10 @@ impl WeightSource for Safetensors {
 
     fn release(&self, name: &str) {
         self.table.release(name);
+    }
+
+    fn release_part(&self, name: &str, range: Range<usize>) {
+        self.table.release_part(name, range);
     }
 }
 

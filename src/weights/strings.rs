@@ -42,6 +42,13 @@ impl StrArray {
         StrArray { text: String::with_capacity(text_bytes), ends: Vec::with_capacity(strings) }
     }
 
+    /// `None` where `text` is no UTF-8, or an end lies within a character or out of order.
+    pub(super) fn of_parts(text: Vec<u8>, ends: Vec<usize>) -> Option<Self> {
+        let text = String::from_utf8(text).ok()?;
+        let sound = ends.is_sorted() && ends.last().copied().unwrap_or(0) == text.len();
+        (sound && ends.iter().all(|&end| text.is_char_boundary(end))).then_some(StrArray { text, ends })
+    }
+
     pub(super) fn push(&mut self, string: &str) {
         self.text.push_str(string);
         self.ends.push(self.text.len());
@@ -78,6 +85,11 @@ mod tests {
             assert_eq!(list.get(index), Some(*string));
         }
         assert_eq!(list.get(strings.len()), None);
+        let parts = |text: &str, ends: &[usize]| StrArray::of_parts(text.into(), ends.into());
+        assert_eq!(parts("aé漢", &[0, 1, 3, 6]), Some(["", "a", "é", "漢"].into_iter().collect()));
+        assert_eq!(parts("", &[]), Some(StrArray::default()));
+        assert!(parts("é", &[1, 2]).is_none() && parts("ab", &[2, 1]).is_none() && parts("ab", &[1]).is_none());
+        assert!(StrArray::of_parts(vec![0xff], vec![1]).is_none());
         assert!(StrArray::default().is_empty());
         assert_eq!(format!("{:?}", StrArray::from_iter(["x", "y"])), r#"["x", "y"]"#);
     }

@@ -50,6 +50,23 @@ impl Table {
         self.entries.len()
     }
 
+    /// The bytes of a tensor, to be kept.
+    pub(super) fn bytes(&self, name: &str) -> Option<Bytes> {
+        self.entry(name).map(|entry| self.parts[entry.part].part(entry.range.clone()))
+    }
+
+    /// See [`Bytes::ask_for_huge_pages`].
+    pub(super) fn ask_for_huge_pages(&self) {
+        self.parts.iter().for_each(Bytes::ask_for_huge_pages);
+    }
+
+    /// What lies before the first tensor of the first file.
+    pub(super) fn head(&self) -> &[u8] {
+        let Some(first) = self.parts.first() else { return &[] };
+        let end = self.entries.iter().filter(|e| e.part == 0).map(|e| e.range.start).min();
+        &first[..end.unwrap_or(first.len())]
+    }
+
     fn entry(&self, name: &str) -> Option<&Entry> {
         self.by_name.find(name, |i| &self.entries[i].name).map(|i| &self.entries[i])
     }
@@ -77,6 +94,12 @@ impl WeightSource for Table {
     fn release(&self, name: &str) {
         if let Some(entry) = self.entry(name) {
             self.parts[entry.part].release(entry.range.clone());
+        }
+    }
+
+    fn release_part(&self, name: &str, range: Range<usize>) {
+        if let Some(entry) = self.entry(name).filter(|e| range.start <= range.end && range.end <= e.range.len()) {
+            self.parts[entry.part].release(entry.range.start + range.start..entry.range.start + range.end);
         }
     }
 }

@@ -1,20 +1,25 @@
-//! Memory for weights, caches and buffers: zeroed, on cache lines, and from 2 MiB on asking for huge pages, without which a
-//! weight read loses a fifth of its bandwidth to the page tables. Small matrices share a chunk, or they would never see a
-//! huge page. An arena keeps no memory alive: a chunk goes with its last piece.
+//! Memory for weights, caches and buffers: on cache lines, and from 2 MiB on asking for huge pages, without which a weight
+//! read loses a fifth of its bandwidth to the page tables. Small matrices share a chunk, or they would never see a huge page.
+//! An arena keeps no memory alive: a chunk goes with its last piece.
 //!
-//! Invariant: pieces of a chunk do not overlap.
+//! Pages cost more than what is written to them: the system clears each when it is first touched. So a matrix is zeroed run by
+//! run on the threads that fill it, while the run is in their caches; and what starts as zeros comes from the system as
+//! zeros, untouched until it is used, of which a cache may use little.
+//!
+//! Invariant: pieces of a chunk do not overlap, and every byte of a piece is initialised before anyone sees it.
 #![allow(unsafe_code)]
 
+use super::pool::Pool;
 use crate::error::RunError;
 use bytemuck::Pod;
-use std::alloc::{Layout, alloc, dealloc};
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::{Arc, Weak};
 
-/// Gives pieces out.
+/// Gives pieces out, for matrices.
 #[derive(Default)]
 pub(super) struct Arena {
     open: Vec<Open>,
@@ -28,16 +33,41 @@ struct Open {
 }
 
 impl Arena {
-    /// A zeroed piece of `len` bytes on a cache line.
+    /// A piece of `rows` times `width` bytes on a cache line, filled by `fill(first row, their zeroed bytes)` in runs of `grain`
+    /// rows on the pool's threads.
     ///
     /// # Errors
     /// [`RunError::Device`] where the system has not that much memory.
-    pub(super) fn take(&mut self, len: usize) -> Result<Piece, RunError> {
+    pub(super) fn fill(
+        &mut self,
+        (rows, width): (usize, usize),
+        pool: &Pool,
+        grain: usize,
+        fill: impl Fn(usize, &mut [u8]) + Sync,
+    ) -> Result<Piece, RunError> {
+        let len = rows.checked_mul(width).ok_or_else(|| no_memory(usize::MAX))?;
+        let (chunk, at) = self.place(len)?;
+        assert!(at + len <= chunk.layout.size(), "a piece inside its chunk");
+        let start = Start(chunk.start().wrapping_add(at));
+        pool.for_each_chunk(rows, grain, |_, r| {
+            // One thread gets all of them at once.
+            for first in r.clone().step_by(grain.max(1)) {
+                let (at, len) = (start.byte(first * width), grain.max(1).min(r.end - first) * width);
+                // SAFETY: in bounds as asserted; no other piece has these bytes, and a row is handed out once.
+                unsafe { at.write_bytes(0, len) };
+                // SAFETY: as above, and initialised just now.
+                fill(first, unsafe { slice::from_raw_parts_mut(at, len) });
+            }
+        });
+        Ok(Piece { chunk, at, len })
+    }
+
+    /// Room for `len` bytes, which nobody has initialised.
+    fn place(&mut self, len: usize) -> Result<(Arc<Chunk>, usize), RunError> {
         let rounded = len.checked_next_multiple_of(LINE).ok_or_else(|| no_memory(len))?;
         if rounded >= HUGE {
             // On its own: nothing to gain from sharing.
-            let chunk = Arc::new(Chunk::new(rounded)?);
-            return Ok(Piece::zeroed(chunk, 0, len));
+            return Ok((Arc::new(Chunk::new(rounded)?), 0));
         }
         self.open.retain(|o| o.chunk.strong_count() > 0);
         let found = self.open.iter_mut().filter(|o| o.len - o.used >= rounded).find_map(|o| Some((o.chunk.upgrade()?, o)));
@@ -54,7 +84,22 @@ impl Arena {
         let at = open.used;
         open.used += rounded;
         self.given_bytes += rounded;
-        Ok(Piece::zeroed(chunk, at, len))
+        Ok((chunk, at))
+    }
+}
+
+/// Where a piece starts, for threads that each fill their own rows of it.
+#[derive(Clone, Copy)]
+struct Start(*mut u8);
+
+// SAFETY: a plain address; what is done with it says why it may.
+unsafe impl Send for Start {}
+// SAFETY: as above.
+unsafe impl Sync for Start {}
+
+impl Start {
+    fn byte(self, at: usize) -> *mut u8 {
+        self.0.wrapping_add(at)
     }
 }
 
@@ -66,21 +111,13 @@ pub(super) struct Piece {
 }
 
 impl Piece {
-    fn zeroed(chunk: Arc<Chunk>, at: usize, len: usize) -> Self {
-        assert!(at + len <= chunk.layout.size(), "a piece inside its chunk");
-        // SAFETY: in bounds as asserted, and no other piece has these bytes. Only these are touched, so that the rest of a
-        // chunk takes no memory before it is used.
-        unsafe { chunk.at.as_ptr().add(at).write_bytes(0, len) };
-        Piece { chunk, at, len }
-    }
-
-    /// A piece with a chunk of its own.
+    /// Zeros in a chunk of their own.
     ///
     /// # Errors
     /// [`RunError::Device`] where the system has not that much memory.
     pub(super) fn alone(len: usize) -> Result<Self, RunError> {
         let rounded = len.checked_next_multiple_of(LINE).ok_or_else(|| no_memory(len))?;
-        Ok(Self::zeroed(Arc::new(Chunk::new(rounded.max(LINE))?), 0, len))
+        Ok(Piece { chunk: Arc::new(Chunk::zeroed(rounded.max(LINE))?), at: 0, len })
     }
 }
 
@@ -89,14 +126,14 @@ impl Deref for Piece {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: `len` initialised bytes at `at`, which the piece has alone.
-        unsafe { slice::from_raw_parts(self.chunk.at.as_ptr().add(self.at), self.len) }
+        unsafe { slice::from_raw_parts(self.chunk.start().add(self.at), self.len) }
     }
 }
 
 impl DerefMut for Piece {
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and borrowed alone.
-        unsafe { slice::from_raw_parts_mut(self.chunk.at.as_ptr().add(self.at), self.len) }
+        unsafe { slice::from_raw_parts_mut(self.chunk.start().add(self.at), self.len) }
     }
 }
 
@@ -134,6 +171,8 @@ impl<T: Pod> DerefMut for Aligned<T> {
 struct Chunk {
     at: NonNull<u8>,
     layout: Layout,
+    /// Bytes before the first that is on a cache line.
+    skip: usize,
 }
 
 // SAFETY: it owns plain bytes, which only the pieces touch, each its own.
@@ -142,19 +181,45 @@ unsafe impl Send for Chunk {}
 unsafe impl Sync for Chunk {}
 
 impl Chunk {
+    /// Bytes that nobody has initialised; from a huge page's size on, on a huge page.
     fn new(len: usize) -> Result<Self, RunError> {
         let align = if len >= HUGE { HUGE } else { LINE };
         let layout = Layout::from_size_align(len, align).map_err(|_| no_memory(len))?;
         assert!(len > 0, "a chunk has bytes");
         // SAFETY: the layout has a size.
         let at = NonNull::new(unsafe { alloc(layout) }).ok_or_else(|| no_memory(len))?;
+        let chunk = Chunk { at, layout, skip: 0 };
+        chunk.ask_for_huge_pages();
+        Ok(chunk)
+    }
+
+    /// `len` zeros on a cache line. No alignment is asked for, as the system's allocator would take that for a reason to write
+    /// the zeros itself, and so to touch all of it.
+    fn zeroed(len: usize) -> Result<Self, RunError> {
+        let layout =
+            len.checked_add(LINE - 1).and_then(|len| Layout::from_size_align(len, 1).ok()).ok_or_else(|| no_memory(len))?;
+        // SAFETY: the layout has a size.
+        let at = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(|| no_memory(len))?;
+        let skip = at.as_ptr().addr().next_multiple_of(LINE) - at.as_ptr().addr();
+        let chunk = Chunk { at, layout, skip };
+        chunk.ask_for_huge_pages();
+        Ok(chunk)
+    }
+
+    /// The first byte on a cache line.
+    fn start(&self) -> *mut u8 {
+        self.at.as_ptr().wrapping_add(self.skip)
+    }
+
+    fn ask_for_huge_pages(&self) {
         #[cfg(target_os = "linux")]
-        if len >= HUGE {
+        if self.layout.size() >= HUGE {
+            let skip = self.at.as_ptr().addr().next_multiple_of(PAGE) - self.at.as_ptr().addr();
+            let len = (self.layout.size() - skip) / PAGE * PAGE;
             // SAFETY: our own memory, whole pages inside of it. Advice: a failure changes nothing but speed. It has to come
-            // before the first touch, so `alloc_zeroed` would be too late.
-            let _ = unsafe { madvise(at.as_ptr().cast(), len / PAGE * PAGE, MADV_HUGEPAGE) };
+            // before the first touch.
+            let _ = unsafe { madvise(self.at.as_ptr().wrapping_add(skip).cast(), len, MADV_HUGEPAGE) };
         }
-        Ok(Chunk { at, layout })
     }
 }
 
@@ -190,28 +255,47 @@ unsafe extern "C" {
 mod tests {
     use super::*;
 
+    /// `len` bytes, each found zero and made `byte`.
+    fn filled(arena: &mut Arena, pool: &Pool, len: usize, byte: u8) -> Piece {
+        let fill = |_, bytes: &mut [u8]| {
+            assert!(bytes.iter().all(|&b| b == 0));
+            bytes.fill(byte);
+        };
+        arena.fill((len, 1), pool, 4096, fill).unwrap()
+    }
+
     #[test]
-    fn pieces_are_zeroed_aligned_and_apart() {
-        let mut arena = Arena::default();
-        let sizes = [0, 1, 64, 65, 100_000, 3, 5_000_000, 1_000_000, 2 << 20, 7];
-        let mut pieces: Vec<_> = sizes.iter().map(|&len| arena.take(len).unwrap()).collect();
-        for (i, piece) in pieces.iter_mut().enumerate() {
-            assert_eq!(piece.as_ptr() as usize % LINE, 0);
-            assert!(piece.len() == sizes[i] && piece.iter().all(|&b| b == 0));
-            piece.fill(i as u8 + 1);
+    fn pieces_are_filled_aligned_and_apart() {
+        for pool in [Pool::new(1).unwrap(), Pool::new(3).unwrap()] {
+            let mut arena = Arena::default();
+            let sizes = [0, 1, 64, 65, 100_000, 3, 5_000_000, 1_000_000, 2 << 20, 7];
+            let pieces: Vec<_> = sizes.iter().zip(1..).map(|(&len, byte)| filled(&mut arena, &pool, len, byte)).collect();
+            for ((piece, len), byte) in pieces.iter().zip(sizes).zip(1..) {
+                assert_eq!(piece.as_ptr().addr() % LINE, 0);
+                assert!(piece.len() == len && piece.iter().all(|&b| b == byte));
+            }
+            // What was dropped is not given out again, and what is left lives on.
+            drop(arena);
+            assert_eq!(pieces[4][99_999], 5);
         }
-        for (i, piece) in pieces.iter().enumerate() {
-            assert!(piece.iter().all(|&b| b == i as u8 + 1));
+    }
+
+    #[test]
+    fn alone_is_zeroed_and_aligned() {
+        for len in [0, 1, 64, 100_000, 2 << 20, 5_000_001] {
+            let mut piece = Piece::alone(len).unwrap();
+            assert_eq!(piece.as_ptr().addr() % LINE, 0);
+            assert!(piece.len() == len && piece.iter().all(|&b| b == 0));
+            piece.fill(7);
+            let again = Piece::alone(len).unwrap();
+            assert!(again.iter().all(|&b| b == 0) && piece.iter().all(|&b| b == 7));
         }
-        // What was dropped is not given out again, and what is left lives on.
-        drop(arena);
-        assert_eq!(pieces[4][99_999], 5);
     }
 
     #[test]
     fn a_chunk_goes_with_its_last_piece() {
-        let mut arena = Arena::default();
-        let (a, b) = (arena.take(10).unwrap(), arena.take(20).unwrap());
+        let (mut arena, pool) = (Arena::default(), Pool::new(1).unwrap());
+        let (a, b) = (filled(&mut arena, &pool, 10, 1), filled(&mut arena, &pool, 20, 2));
         let chunk = Arc::downgrade(&a.chunk);
         assert!(Arc::ptr_eq(&a.chunk, &b.chunk));
         drop((a, b));
@@ -220,7 +304,9 @@ mod tests {
 
     #[test]
     fn too_much_is_an_error() {
-        assert!(Arena::default().take(usize::MAX).is_err());
+        let pool = Pool::new(1).unwrap();
+        assert!(Arena::default().fill((usize::MAX, 1), &pool, 1, |_, _| {}).is_err());
+        assert!(Arena::default().fill((usize::MAX, 2), &pool, 1, |_, _| {}).is_err());
         assert!(Piece::alone(isize::MAX as usize).is_err());
         assert!(Aligned::<f32>::zeroed(usize::MAX / 2).is_err());
     }

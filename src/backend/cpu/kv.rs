@@ -1,5 +1,6 @@
-//! The paged cache in memory: for each layer, block and kv head the keys as `[qk_dim][block_size]`, then the values as
-//! `[block_size][v_dim]`, v_dim padded to whole vectors. So a lane is a token in the scores and a dimension in the sums.
+//! The paged cache in memory: for each group, block, layer and kv head the keys as `[qk_dim][block_size]`, then the values as
+//! `[block_size][v_dim]`, v_dim padded to whole vectors. So a lane is a token in the scores and a dimension in the sums; and a
+//! block is one stretch of memory, so that what no sequence ever used is never touched, huge pages or not.
 //! A layer whose values are part of its keys has keys alone. Slots of the host store are blocks like the others, behind those of
 //! the pool: on this device both are the host's memory.
 //! Knows no sequence: which block is whose is the batch's business.
@@ -31,6 +32,9 @@ pub struct CpuKv {
 struct Pools {
     blocks: usize,
     swap: usize,
+    /// Where the first block lies, and from one to the next, in values.
+    offset: usize,
+    stride: usize,
 }
 
 /// Where a layer lies, in values.
@@ -39,7 +43,9 @@ struct Layer {
     group: usize,
     /// Blocks in its group's pool.
     blocks: usize,
+    /// Its part of block 0, and from one block to the next.
     offset: usize,
+    stride: usize,
     kv_heads: usize,
     qk_dim: usize,
     v_dim: usize,
@@ -59,7 +65,7 @@ struct Line([u64; 8]);
 impl CpuKv {
     /// Bytes of a cache; `None` where they do not fit a `usize`.
     pub(super) fn bytes(shape: &KvShape) -> Option<usize> {
-        let (_, values) = layout(shape)?;
+        let (_, _, values) = layout(shape)?;
         values.checked_mul(shape.dtype.bytes())?.checked_next_multiple_of(size_of::<Line>())
     }
 
@@ -91,9 +97,8 @@ impl CpuKv {
             ),
         };
         let bytes = Self::bytes(shape).ok_or_else(refused)?;
-        let (layers, _) = layout(shape).ok_or_else(refused)?;
+        let (layers, groups, _) = layout(shape).ok_or_else(refused)?;
         let data = Aligned::zeroed(bytes / size_of::<Line>()).map_err(|_| refused())?;
-        let groups = shape.blocks.iter().zip(&shape.swap).map(|(&blocks, &swap)| Pools { blocks, swap }).collect();
         Ok(CpuKv { layers, groups, block_size: shape.block_size, dtype: shape.dtype, data })
     }
 
@@ -187,14 +192,10 @@ impl CpuKv {
             let place = |block: BlockId, store: bool| {
                 let (base, most) = if store { (pools.blocks, pools.swap) } else { (0, pools.blocks) };
                 assert!(block.index() < most, "copy of {c:?}: {block:?} of {most}, host store: {store}");
-                base + block.index()
+                (pools.offset + (base + block.index()) * pools.stride) * size
             };
             let (from, to) = (place(c.from, from_store), place(c.to, to_store));
-            for l in self.layers.iter().filter(|l| l.group == c.group) {
-                let bytes = l.kv_heads * l.head * size;
-                let at = |place: usize| l.offset * size + place * bytes;
-                data.copy_within(at(from)..at(from) + bytes, at(to));
-            }
+            data.copy_within(from..from + pools.stride * size, to);
         }
     }
 
@@ -235,7 +236,7 @@ impl CpuKv {
     /// Value index of a head in a block.
     fn head_at(&self, l: &Layer, block: usize, head: usize) -> usize {
         assert!(block < l.blocks && head < l.kv_heads, "block {block} of {}, head {head} of {}", l.blocks, l.kv_heads);
-        l.offset + (block * l.kv_heads + head) * l.head
+        l.offset + block * l.stride + head * l.head
     }
 }
 
@@ -258,7 +259,7 @@ fn write<E: Copy + Default + Send>(
             let (block, offset) = (slot as usize / block_size, slot as usize % block_size);
             assert!(block < l.blocks, "slot {slot} of {}", l.blocks * block_size);
             for head in heads.clone() {
-                let at = l.offset + (block * l.kv_heads + head) * l.head;
+                let at = l.offset + block * l.stride + head * l.head;
                 // SAFETY: a head is handed out once, and this is its part of a block.
                 let to = unsafe { data.slice(at..at + l.head) };
                 let (keys, values) = to.split_at_mut(l.keys);
@@ -290,7 +291,7 @@ fn rows(
     tokens: usize,
 ) -> impl Iterator<Item = (usize, usize, usize)> {
     layers.iter().filter(move |l| l.group == group).flat_map(move |l| {
-        let first = l.offset + block * l.kv_heads * l.head;
+        let first = l.offset + block * l.stride;
         let heads = move |of: usize| (0..of).flat_map(move |t| (0..l.kv_heads).map(move |h| (t, first + h * l.head)));
         let keys = heads(tokens).map(move |(t, head)| (head + t, block_size, l.qk_dim));
         let values = heads(if l.v_in_k { 0 } else { tokens });
@@ -330,22 +331,32 @@ fn little_endian<const N: usize>(mut value: [u8; N]) -> [u8; N] {
     value
 }
 
-/// The layers and the values in all.
-fn layout(shape: &KvShape) -> Option<(Vec<Layer>, usize)> {
+/// The layers, the groups, and the values in all.
+fn layout(shape: &KvShape) -> Option<(Vec<Layer>, Vec<Pools>, usize)> {
     let line = size_of::<Line>() / shape.dtype.bytes();
-    let mut offset = 0usize;
+    let pools = |(&blocks, &swap)| Pools { blocks, swap, offset: 0, stride: 0 };
+    let mut groups: Vec<_> = shape.blocks.iter().zip(&shape.swap).map(pools).collect();
     let mut layers = Vec::with_capacity(shape.layers.len());
     for (dims, &group) in shape.layers.iter().zip(&shape.group_of) {
-        let (blocks, swap) = (*shape.blocks.get(group)?, *shape.swap.get(group)?);
+        let Pools { blocks, stride: offset, .. } = *groups.get(group)?;
         let v_width = dims.v_dim.checked_next_multiple_of(LANES)?;
         let keys = dims.qk_dim.checked_mul(shape.block_size)?.checked_next_multiple_of(line)?;
         let values = if dims.v_in_k { 0 } else { v_width.checked_mul(shape.block_size)? };
         let head = values.checked_add(keys)?.checked_next_multiple_of(line)?;
         let AttnDims { kv_heads, qk_dim, v_dim, v_in_k, .. } = *dims;
-        layers.push(Layer { group, blocks, offset, kv_heads, qk_dim, v_dim, v_width, v_in_k, keys, head });
-        offset = head.checked_mul(dims.kv_heads)?.checked_mul(blocks.checked_add(swap)?)?.checked_add(offset)?;
+        layers.push(Layer { group, blocks, offset, stride: 0, kv_heads, qk_dim, v_dim, v_width, v_in_k, keys, head });
+        groups[group].stride = head.checked_mul(kv_heads)?.checked_add(offset)?;
     }
-    Some((layers, offset))
+    let mut values = 0usize;
+    for g in &mut groups {
+        g.offset = values;
+        values = g.blocks.checked_add(g.swap)?.checked_mul(g.stride)?.checked_add(values)?;
+    }
+    for l in &mut layers {
+        l.offset = l.offset.checked_add(groups[l.group].offset)?;
+        l.stride = groups[l.group].stride;
+    }
+    Some((layers, groups, values))
 }
 
 /// Values to write from which on threads share the work: some 20 us.

@@ -7,6 +7,7 @@
 //! | `pool`, `float_env` | threads, and the floating-point mode they compute in |
 //! | `arena` | memory on huge pages |
 //! | `panel`, `weight` | how weights lie, and how they come there from a file |
+//! | `unpack` | from panels back to the file's rows |
 //! | `acts`, `simd/linear` | matrices |
 //! | `kv`, `attention`, `simd/attention` | the cache and what reads it |
 //! | `vector`, `simd/vector` | norms, rotations, activations |
@@ -29,12 +30,14 @@ mod simd;
 mod step;
 #[cfg(test)]
 mod synthetic;
+mod unpack;
 mod vector;
 mod weight;
 
 pub use kv::CpuKv;
 pub use peak::Peak;
 pub use step::CpuStep;
+pub use unpack::{PANEL_LAYOUT, check_panels, has_panels, unpack};
 pub use weight::CpuWeight;
 
 use crate::error::ConfigError;

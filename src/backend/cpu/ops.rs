@@ -4,7 +4,7 @@
 use super::arena::Aligned;
 use super::float_env::FloatEnv;
 use super::simd::{Input, Product, Products};
-use super::weight::{Store, check_order, malformed, values};
+use super::weight::{Store, beside, check_order, malformed, values};
 use super::{Compute, Cpu, CpuBuf, CpuKv, CpuStep, CpuWeight, attention, moe, vector};
 use crate::arch::{Activation, Glu, NormSpec, RopeStyle};
 use crate::backend::{AttnArgs, Backend, Heads, KvShape, MoeArgs, MoeShape, RowOrder, WeightPart};
@@ -13,6 +13,7 @@ use crate::dtype::FormatId;
 use crate::error::{LoadError, RunError};
 use crate::ids::{BlockCopy, BlockId};
 use crate::quant;
+use crate::weights::Panels;
 
 impl Backend for Cpu {
     type Buf = CpuBuf;
@@ -35,6 +36,10 @@ impl Backend for Cpu {
 
     fn weight_bytes(&self, format: FormatId, rows: usize, columns: usize) -> u64 {
         Store::choose(format, self.compute).and_then(|s| s.bytes(rows, columns)).map_or(0, |b| b as u64)
+    }
+
+    fn panels_bytes(&self, format: FormatId, rows: usize, columns: usize, panels: &Panels) -> Option<u64> {
+        beside(format, rows, columns, panels, self.compute)
     }
 
     fn kv_bytes(&self, shape: &KvShape) -> u64 {

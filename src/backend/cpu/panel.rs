@@ -30,6 +30,10 @@
 use crate::dtype::FormatId;
 use half::{bf16, f16};
 
+/// The number of the layout below, for files that hold it. Another layout is another number, and needs a way back from this one:
+/// see `unpack`.
+pub(super) const LAYOUT: u32 = 1;
+
 /// Outputs in a panel.
 pub(super) const LANES: usize = 32;
 
@@ -196,6 +200,9 @@ const fn quant<Q: Quant>(kernel: usize) -> Panel {
 fn pack_plain<const S: usize>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
     let step = 64 / S;
     for (i, out) in dst.chunks_mut(step * LANES * S).enumerate() {
+        if (i * 64).is_multiple_of(WARM) {
+            warm(rows, i * 64);
+        }
         for (n, row) in rows.iter().enumerate() {
             let from = i * 64;
             for (j, v) in row[from..row.len().min(from + 64)].as_chunks::<S>().0.iter().enumerate() {
@@ -209,6 +216,9 @@ fn pack_plain<const S: usize>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usiz
 fn pack_blocks<Q: Quant>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
     let mut bad = Ok(());
     for (b, out) in dst.chunks_exact_mut(Q::BYTES).enumerate() {
+        if b.is_multiple_of(WARM / Q::FILE) {
+            warm(rows, b * Q::FILE);
+        }
         for (n, row) in rows.iter().enumerate() {
             if !Q::put(n, &row[b * Q::FILE..][..Q::FILE], out) {
                 bad = Err(n);
@@ -218,9 +228,19 @@ fn pack_blocks<Q: Quant>(rows: &[&[u8]], dst: &mut [u8]) -> Result<(), usize> {
     bad
 }
 
+/// Brings the rows' next bytes into the caches. Packing reads a few of them from one row after the other, so that it would wait
+/// for each line in turn; here nothing waits, and many lines are on their way at once.
+fn warm(rows: &[&[u8]], from: usize) {
+    let of = |row: &&[u8]| row.get(from..).unwrap_or(&[]).iter().take(WARM + 64).step_by(64).fold(0, |all, byte| all ^ byte);
+    std::hint::black_box(rows.iter().map(of).fold(0, |all, byte| all ^ byte));
+}
+
+/// Bytes of a row: those of 32 fit the first cache and half of the second.
+const WARM: usize = 1024;
+
 /// Where the four bytes of output `n` lie in line `l` of `lines` a half, from the start of the quants.
 #[inline(always)]
-const fn at(n: usize, l: usize, lines: usize) -> usize {
+pub(super) const fn at(n: usize, l: usize, lines: usize) -> usize {
     (n / 16 * lines + l) * 64 + n % 16 * 4
 }
 
@@ -238,9 +258,18 @@ fn head(n: usize, file: &[u8], to: &mut [u8]) -> bool {
 
 #[inline(always)]
 fn copy_lines(n: usize, file: &[u8], to: &mut [u8]) {
-    for l in 0..4 {
-        to[at(n, l, 4)..][..4].copy_from_slice(&file[4 * l..][..4]);
+    put_words(n, [word(file, 0), word(file, 1), word(file, 2), word(file, 3)], to);
+}
+
+/// A word of output `n` for each of the `L` lines of a half. The place is checked once: checks word by word cost more than the
+/// copy.
+#[inline(always)]
+fn put_words<const L: usize>(n: usize, words: [u32; L], to: &mut [u8]) {
+    let (lines, last) = to[at(n, 0, L)..][..64 * L - 60].split_at_mut(64 * L - 64);
+    for (line, word) in lines.as_chunks_mut::<64>().0.iter_mut().zip(words) {
+        line[..4].copy_from_slice(&word.to_le_bytes());
     }
+    last.copy_from_slice(&words[L - 1].to_le_bytes());
 }
 
 /// Where the higher bits of output `n` start, from the start of the quants, in `lines` lines a half.
@@ -262,9 +291,7 @@ const LOW: u32 = 0x0f0f_0f0f;
 /// The nibble lines from groups of four quants.
 #[inline(always)]
 fn nibble_lines(n: usize, group: impl Fn(usize) -> u32, to: &mut [u8]) {
-    for l in 0..4 {
-        to[at(n, l, 4)..][..4].copy_from_slice(&(group(l) & LOW | (group(4 + l) & LOW) << 4).to_le_bytes());
-    }
+    put_words::<4>(n, std::array::from_fn(|l| group(l) & LOW | (group(4 + l) & LOW) << 4), to);
 }
 
 /// Scale and minimum of sub-block `j` from the 12 bytes of a K block.
@@ -311,9 +338,7 @@ quants! {
     };
     /// In the file: d, 32 signed bytes.
     Q8_0: 34 bytes, 1 x 32, 8 bits, Top, None, |n, file, to| {
-        for g in 0..8 {
-            to[64 + at(n, g, 8)..][..4].copy_from_slice(&(word(&file[2..], g) ^ 0x8080_8080).to_le_bytes());
-        }
+        put_words::<8>(n, std::array::from_fn(|g| word(&file[2..], g) ^ 0x8080_8080), &mut to[64..]);
         head(n, file, to)
     };
     /// In the file: d, 32 fifth bits, 16 bytes.
@@ -482,20 +507,25 @@ pub(super) fn scale_and_min<Q: Quant>(block: &[u8], sub: &[u8], lane: usize, hal
     }
 }
 
-/// The quant of output `n` at k as a number, `q` being a sub-block's quants.
+/// The quant of output `n` at k as it is stored, `q` being a sub-block's quants.
+#[inline(always)]
+pub(super) fn stored<Q: Quant>(q: &[u8], n: usize, k: usize) -> u8 {
+    let (g, i) = (k / 4, k % 4);
+    if Q::BITS == 8 {
+        return q[at(n, g, 8) + i];
+    }
+    let low = q[at(n, g % 4, 4) + i] >> (g / 4 * 4) & 15;
+    match Q::BITS {
+        5 => low | (q[above(n, 0, 1) + i] >> g & 1) << 4,
+        6 => low | (q[above(n, g / 4, 2) + i] >> (g % 4 * 2) & 3) << 4,
+        _ => low,
+    }
+}
+
+/// The same as a number.
 #[inline(always)]
 pub(super) fn value<Q: Quant>(q: &[u8], n: usize, k: usize) -> i32 {
-    let (g, i) = (k / 4, k % 4);
-    let stored = if Q::BITS == 8 {
-        q[at(n, g, 8) + i]
-    } else {
-        let low = q[at(n, g % 4, 4) + i] >> (g / 4 * 4) & 15;
-        match Q::BITS {
-            5 => low | (q[above(n, 0, 1) + i] >> g & 1) << 4,
-            6 => low | (q[above(n, g / 4, 2) + i] >> (g % 4 * 2) & 3) << 4,
-            _ => low,
-        }
-    };
+    let stored = stored::<Q>(q, n, k);
     if let Some(table) = Q::TABLE {
         return i32::from(table[usize::from(stored)]);
     }

@@ -1,18 +1,21 @@
 //! A matrix as the kernels read it: segments, one for each part it was made of, each with the layout that its format has.
-//! Formats without a panel, and all quantised ones where the arithmetic is to be exact, keep the file's own blocks.
+//! Formats without a panel, and all quantised ones where the arithmetic is to be exact, keep the file's own blocks. Panels that
+//! a packed file holds are read where they lie.
 //!
 //! Invariant: a segment's bytes are whole panels, or whole rows, of exactly `rows` by `k`.
 #![forbid(unsafe_code)]
 
 use super::Compute;
 use super::arena::{Arena, Piece};
-use super::panel::{LANES, Panel};
+use super::panel::{LANES, LAYOUT, Panel};
 use super::pool::Pool;
 use crate::backend::{RowOrder, WeightPart};
 use crate::dtype::FormatId;
 use crate::error::{ConfigError, LoadError};
 use crate::quant::{self, Codec};
+use crate::weights::{Bytes, Panels};
 use parking_lot::Mutex;
+use std::ops::{Deref, Range};
 
 /// A weight matrix `[N, K]` of the CPU backend.
 pub struct CpuWeight {
@@ -28,7 +31,25 @@ pub(super) struct Segment {
     pub(super) k: usize,
     /// Where its first row stands among the matrix's rows.
     pub(super) column: usize,
-    bytes: Piece,
+    bytes: Held,
+}
+
+/// Memory of our own, or a file's.
+enum Held {
+    Own(Piece),
+    File(Bytes),
+}
+
+impl Deref for Held {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        match self {
+            Held::Own(piece) => piece,
+            Held::File(bytes) => bytes,
+        }
+    }
 }
 
 /// How a segment's bytes lie.
@@ -57,6 +78,19 @@ impl Store {
             Store::Source(c) => rows.checked_mul(c.id.bytes_of(k)?),
         }
     }
+}
+
+/// Bytes that `rows` by `columns` values take beside `panels`: none where these are read as they lie. `None` where they are not
+/// what the kernels for `compute` read.
+pub(super) fn beside(format: FormatId, rows: usize, columns: usize, panels: &Panels, compute: Compute) -> Option<u64> {
+    let store = Store::choose(format, compute).filter(|s| matches!(s, Store::Panels(_)))?;
+    let same = panels.layout == LAYOUT && store.bytes(rows, columns) == Some(panels.bytes.len());
+    same.then(|| if aligned(&panels.bytes) { 0 } else { panels.bytes.len() as u64 })
+}
+
+/// The kernels load whole lines.
+fn aligned(bytes: &[u8]) -> bool {
+    bytes.as_ptr().addr().is_multiple_of(64)
 }
 
 impl Segment {
@@ -121,6 +155,14 @@ impl CpuWeight {
         self.k
     }
 
+    /// The panels of a matrix that was made of one part and lies in panels: what a packed file holds.
+    pub fn panels(&self) -> Option<&[u8]> {
+        match &*self.segments {
+            [one] if matches!(one.store, Store::Panels(_)) => Some(&one.bytes),
+            _ => None,
+        }
+    }
+
     /// Row `row` as numbers, exactly as the file's format means them.
     pub(super) fn decode_row(&self, row: usize, out: &mut [f32]) {
         self.decode_part(row, 0, out);
@@ -160,56 +202,111 @@ impl Segment {
             expected: "a floating-point or quantised format",
             found: format,
         })?;
+        let bytes = match part.panels {
+            Some(panels) => {
+                if beside(format, rows, k, panels, compute).is_none() {
+                    let expected = format!("panels of layout {LAYOUT} of {rows} by {k} values");
+                    let found = format!("{} bytes of layout {}", panels.bytes.len(), panels.layout);
+                    return Err(malformed(part, "panels", expected, found));
+                }
+                match aligned(&panels.bytes) {
+                    true => Held::File(panels.bytes.clone()),
+                    false => Held::Own(copied(&panels.bytes, rows.div_ceil(LANES), pool, arena)?),
+                }
+            }
+            None => Held::Own(Self::own(part, store, rows, pool, arena)?),
+        };
+        Ok(Segment { store, rows, k, column, bytes })
+    }
+
+    /// A copy of the view's rows, as `store` says.
+    fn own(part: &WeightPart<'_>, store: Store, rows: usize, pool: &Pool, arena: &mut Arena) -> Result<Piece, LoadError> {
+        let k = part.view.shape[1];
         let row_bytes = check_bytes(part, rows, k)?;
         check_order(part, rows)?;
-        let too_large = || shape(part, vec![usize::MAX / row_bytes.max(1), k]);
-        let mut bytes = arena.take(store.bytes(rows, k).ok_or_else(too_large)?)?;
-        let row = |r: usize| &view.bytes[part.order.source_row(r, rows) * row_bytes..][..row_bytes];
-        if !bytes.is_empty() {
-            match store {
-                Store::Source(_) => pool.for_each_row(&mut bytes, row_bytes, 64, |first, to| {
-                    for (i, to) in to.chunks_exact_mut(row_bytes).enumerate() {
-                        to.copy_from_slice(row(first + i));
-                    }
-                }),
-                Store::Panels(panel) => pack(part, panel, rows, &row, pool, &mut bytes)?,
-            }
+        let source = Rows { part, rows, row_bytes };
+        if store.bytes(rows, k).is_none() {
+            return Err(shape(part, vec![usize::MAX / row_bytes.max(1), k]));
         }
-        Ok(Segment { store, rows, k, column, bytes })
+        match store {
+            Store::Panels(panel) => pack(&source, panel, k, pool, arena),
+            Store::Source(_) => Ok(arena.fill((rows, row_bytes), pool, 64.max(source.grain(1)), |first, to| {
+                for (i, to) in to.chunks_exact_mut(row_bytes).enumerate() {
+                    to.copy_from_slice(source.row(first + i));
+                }
+                source.release(first..first + to.len() / row_bytes);
+            })?),
+        }
     }
 }
 
-fn pack<'a>(
-    part: &WeightPart<'_>,
-    panel: &Panel,
+/// The rows of a part.
+struct Rows<'a> {
+    part: &'a WeightPart<'a>,
     rows: usize,
-    row: &(dyn Fn(usize) -> &'a [u8] + Sync),
-    pool: &Pool,
-    bytes: &mut [u8],
-) -> Result<(), LoadError> {
-    let stride = bytes.len() / rows.div_ceil(LANES);
+    row_bytes: usize,
+}
+
+impl<'a> Rows<'a> {
+    fn row(&self, r: usize) -> &'a [u8] {
+        &self.part.view.bytes[self.part.order.source_row(r, self.rows) * self.row_bytes..][..self.row_bytes]
+    }
+
+    /// True where rows are given back run by run: in the file's order, and of a tensor beside which the calls cost nothing.
+    fn releases(&self) -> bool {
+        self.part.release.is_some() && self.part.order == RowOrder::Natural && self.part.view.bytes.len() >= RELEASE_FROM
+    }
+
+    /// Units of `rows` rows in a run.
+    fn grain(&self, rows: usize) -> usize {
+        if self.releases() { RELEASE_RUN.div_ceil(rows * self.row_bytes) } else { 1 }
+    }
+
+    /// These were read for the last time.
+    fn release(&self, rows: Range<usize>) {
+        if let Some(release) = self.part.release.filter(|_| self.releases()) {
+            release.bytes(rows.start * self.row_bytes..rows.end.min(self.rows) * self.row_bytes);
+        }
+    }
+}
+
+fn pack(source: &Rows<'_>, panel: &Panel, k: usize, pool: &Pool, arena: &mut Arena) -> Result<Piece, LoadError> {
+    let (rows, stride) = (source.rows, k / panel.block_len * panel.bytes);
     let bad = Mutex::new(None);
-    pool.for_each_row(bytes, stride, 1, |panels, to| {
+    let piece = arena.fill((rows.div_ceil(LANES), stride), pool, source.grain(LANES), |panels, to| {
         for (i, to) in to.chunks_exact_mut(stride).enumerate() {
             let first = (panels + i) * LANES;
             let count = LANES.min(rows - first);
             let mut list = [&[][..]; LANES];
             for (i, slot) in list[..count].iter_mut().enumerate() {
-                *slot = row(first + i);
+                *slot = source.row(first + i);
             }
             if let Err(r) = panel.pack(&list[..count], to) {
                 bad.lock().get_or_insert(first + r);
             }
         }
-    });
+        source.release(panels * LANES..(panels + to.len() / stride) * LANES);
+    })?;
+    let part = source.part;
     match bad.into_inner() {
-        None => Ok(()),
+        None => Ok(piece),
         Some(r) => {
             let at = format!("row {}", part.order.source_row(r, rows));
             Err(malformed(part, at, "finite scales", "an infinity or NaN"))
         }
     }
 }
+
+/// The same bytes on cache lines.
+fn copied(bytes: &[u8], panels: usize, pool: &Pool, arena: &mut Arena) -> Result<Piece, LoadError> {
+    let stride = bytes.len() / panels;
+    Ok(arena.fill((panels, stride), pool, 1, |first, to| to.copy_from_slice(&bytes[first * stride..][..to.len()]))?)
+}
+
+/// Tensors that are given back as they are packed, so that at no time both copies of a large one are in memory; and bytes at
+/// a time, beside which the call and what it does to the page tables cost little.
+const RELEASE_FROM: usize = 8 << 20;
+const RELEASE_RUN: usize = 1 << 20;
 
 /// Bytes of a row, once the view's bytes are as many as its shape says.
 fn check_bytes(part: &WeightPart<'_>, rows: usize, k: usize) -> Result<usize, LoadError> {
@@ -260,4 +357,64 @@ pub(super) fn malformed(
 
 fn shape(part: &WeightPart<'_>, expected: Vec<usize>) -> LoadError {
     LoadError::Shape { tensor: part.name.into(), expected, found: part.view.shape.to_vec() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::synthetic;
+    use super::*;
+    use crate::weights::{Release, TensorView, WeightSource};
+
+    /// Remembers what it was told.
+    struct Told(Mutex<Vec<Range<usize>>>);
+
+    impl WeightSource for Told {
+        fn label(&self) -> &str {
+            "told"
+        }
+
+        fn names(&self) -> Box<dyn Iterator<Item = &str> + '_> {
+            Box::new(std::iter::empty())
+        }
+
+        fn tensor(&self, _: &str) -> Option<TensorView<'_>> {
+            None
+        }
+
+        fn release_part(&self, name: &str, range: Range<usize>) {
+            assert_eq!(name, "w");
+            self.0.lock().push(range);
+        }
+    }
+
+    /// Of a large tensor in its own order every byte, once, in runs; of others nothing.
+    #[test]
+    fn rows_are_given_back_as_they_are_packed() {
+        let k = 4096;
+        for (format, rows, order, given) in [
+            (FormatId::F16, 1500, RowOrder::Natural, true),
+            (FormatId::Q8_0, 2500, RowOrder::Natural, true),
+            (FormatId::Q8_0, 64, RowOrder::Natural, false),
+            (FormatId::F16, 1500, RowOrder::Interleaved { heads: 2 }, false),
+        ] {
+            let bytes = synthetic::weights(format, k, 3).repeat(rows);
+            for threads in [1, 3] {
+                for compute in [Compute::Fast, Compute::Exact] {
+                    let told = Told(Mutex::new(Vec::new()));
+                    let view = TensorView { format, shape: &[rows, k], bytes: &bytes };
+                    let release = Some(Release::new(&told, "w", 100));
+                    let part = WeightPart { order, release, ..WeightPart::new("w", view) };
+                    CpuWeight::load(&[part], compute, &Pool::new(threads).unwrap(), &mut Arena::default()).unwrap();
+                    let mut ranges = told.0.into_inner();
+                    ranges.sort_by_key(|r| r.start);
+                    assert_eq!(!ranges.is_empty(), given, "{format} {rows}");
+                    assert!(ranges.windows(2).all(|w| w[0].end == w[1].start), "{format}: {ranges:?}");
+                    if let (Some(first), Some(last)) = (ranges.first(), ranges.last()) {
+                        assert_eq!((first.start, last.end), (100, 100 + bytes.len()), "{format}");
+                        assert!(ranges.iter().all(|r| r.len() < 2 * RELEASE_RUN) && ranges.len() > 4, "{format}: {ranges:?}");
+                    }
+                }
+            }
+        }
+    }
 }

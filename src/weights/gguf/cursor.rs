@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::LoadError;
+use crate::weights::strings::StrArray;
 use std::fmt::Display;
 
 /// A position in a file's bytes. The `what` of each call names the thing read, for messages.
@@ -72,6 +73,31 @@ impl<'a> Cursor<'a> {
             let at = format!("{what} at byte {start}");
             LoadError::malformed(self.file, at, "UTF-8", format!("an invalid sequence at byte {} of {len}", e.valid_up_to()))
         })
+    }
+
+    /// `count` strings, one after the other, checked together: a vocabulary is most of a file's head. `None` where anything is wrong
+    /// with them; nothing is taken then, and [`string`](Self::string) finds out what. `count` was checked.
+    pub(super) fn strings(&mut self, count: usize) -> Option<StrArray> {
+        let left = &self.bytes[self.at..];
+        let len_at = |at: usize| usize::try_from(u64::from_le_bytes(*left.get(at..)?.first_chunk()?)).ok();
+        let (mut end, mut text_bytes) = (0usize, 0);
+        for _ in 0..count {
+            let len = len_at(end)?;
+            // Both are below the file's length then, and so is their sum.
+            end = len.checked_add(end + 8).filter(|&end| end <= left.len())?;
+            text_bytes += len;
+        }
+        let (mut text, mut ends) = (Vec::with_capacity(text_bytes), Vec::with_capacity(count));
+        let mut at = 0;
+        for _ in 0..count {
+            let len = len_at(at)?;
+            text.extend_from_slice(&left[at + 8..][..len]);
+            ends.push(text.len());
+            at += 8 + len;
+        }
+        let list = StrArray::of_parts(text, ends)?;
+        self.at += end;
+        Some(list)
     }
 
     pub(super) fn malformed(&self, what: &dyn Display, expected: impl Into<String>, found: impl ToString) -> LoadError {

@@ -282,6 +282,9 @@ impl MetaArray {
 
 fn strings(cursor: &mut Cursor<'_>, count: u64, key: &Value<'_>) -> Result<StrArray, LoadError> {
     let count = cursor.count(count, MIN_STRING_BYTES, key)?;
+    if let Some(list) = cursor.strings(count) {
+        return Ok(list);
+    }
     let mut list = StrArray::with_capacity(count, 0);
     for index in 0..count {
         list.push(cursor.string(&format_args!("element {index} of {key}"))?);
@@ -316,16 +319,16 @@ const MIN_STRING_BYTES: usize = 8;
 const MIN_ARRAY_BYTES: usize = 4 + 8;
 
 // The file's type numbers.
-const U8: u32 = 0;
-const I8: u32 = 1;
-const U16: u32 = 2;
-const I16: u32 = 3;
-const U32: u32 = 4;
-const I32: u32 = 5;
-const F32: u32 = 6;
-const BOOL: u32 = 7;
-const STRING: u32 = 8;
-const ARRAY: u32 = 9;
-const U64: u32 = 10;
-const I64: u32 = 11;
-const F64: u32 = 12;
+pub(super) const U8: u32 = 0;
+pub(super) const I8: u32 = 1;
+pub(super) const U16: u32 = 2;
+pub(super) const I16: u32 = 3;
+pub(super) const U32: u32 = 4;
+pub(super) const I32: u32 = 5;
+pub(super) const F32: u32 = 6;
+pub(super) const BOOL: u32 = 7;
+pub(super) const STRING: u32 = 8;
+pub(super) const ARRAY: u32 = 9;
+pub(super) const U64: u32 = 10;
+pub(super) const I64: u32 = 11;
+pub(super) const F64: u32 = 12;

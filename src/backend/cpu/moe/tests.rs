@@ -4,7 +4,7 @@
 use super::*;
 use crate::arch::{Activation, AttnDims, Glu};
 use crate::backend::cpu::{CpuBuf, CpuOptions, CpuWeight, synthetic};
-use crate::backend::{Backend, KvShape, RowOrder, WeightPart};
+use crate::backend::{Backend, KvShape, WeightPart};
 use crate::batch::BatchLimits;
 use crate::dtype::{FormatId, KvDType};
 use crate::quant;
@@ -158,7 +158,7 @@ impl Mixture {
         let weight = |cpu: &mut Cpu, e, rows, columns| -> CpuWeight {
             let (bytes, shape) = (self.matrix(e, rows, columns), [rows, columns]);
             let view = TensorView { format: self.format, shape: &shape, bytes: &bytes };
-            cpu.weight(&[WeightPart { name: "w", view, order: RowOrder::Natural }]).unwrap()
+            cpu.weight(&[WeightPart::new("w", view)]).unwrap()
         };
         (0..self.route.experts)
             .map(|e| {

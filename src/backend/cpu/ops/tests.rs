@@ -35,7 +35,7 @@ fn filled(cpu: &mut Cpu, values: &[f32]) -> CpuBuf {
 }
 
 fn part<'a>(format: FormatId, shape: &'a [usize], bytes: &'a [u8]) -> WeightPart<'a> {
-    WeightPart { name: "w", view: TensorView { format, shape, bytes }, order: RowOrder::Natural }
+    WeightPart::new("w", TensorView { format, shape, bytes })
 }
 
 /// Runs `op` on every device: the results have the same bits, and are near `expected`.

@@ -1,12 +1,12 @@
 //! The promise: the same bits for a row whatever the batch, the threads and the tier; and the right numbers.
 
 use super::*;
+use crate::backend::WeightPart;
 use crate::backend::cpu::acts::quantize_block;
 use crate::backend::cpu::arena::Arena;
 use crate::backend::cpu::simd::Tier;
 use crate::backend::cpu::weight::CpuWeight;
 use crate::backend::cpu::{Compute, synthetic};
-use crate::backend::{RowOrder, WeightPart};
 use crate::dtype::FormatId;
 use crate::quant;
 use crate::weights::TensorView;
@@ -17,11 +17,7 @@ fn load(parts: &[(FormatId, usize, &[u8])], k: usize, compute: Compute) -> CpuWe
     let parts: Vec<_> = parts
         .iter()
         .zip(&shapes)
-        .map(|((format, _, bytes), shape)| WeightPart {
-            name: "w",
-            view: TensorView { format: *format, shape, bytes },
-            order: RowOrder::Natural,
-        })
+        .map(|((format, _, bytes), shape)| WeightPart::new("w", TensorView { format: *format, shape, bytes }))
         .collect();
     CpuWeight::load(&parts, compute, &Pool::new(1).unwrap(), &mut Arena::default()).unwrap()
 }
