@@ -253,7 +253,7 @@ impl Tiling<'_> {
             let Span { seq, at, rows, .. } = spans.next()?;
             let mut run = Run { seq, at, rows, spans: 1, shared: PIECE };
             let shares = |span: &Span| span.common.saturating_sub(piece * PIECE).min(PIECE);
-            let least = spans.peek().map_or(0, |span| shares(span));
+            let least = spans.peek().map_or(0, shares);
             while least >= WORTH
                 && let Some(span) = spans.next_if(|span| shares(span) >= least)
             {

@@ -68,7 +68,7 @@ pub(in super::super) struct AttnKernels {
     f16: Loops,
     bf16: Loops,
     queries: fn(usize) -> QueriesFn,
-    softmax: unsafe fn(&[(usize, usize)], Option<f32>, &mut [f32], &mut [f32], usize),
+    softmax: SoftmaxFn,
     join: unsafe fn(&mut [f32], &[f32]),
     finish: unsafe fn(&[f32], Option<f32>, &mut [f32]),
     narrow: unsafe fn(&[f32], &mut [u16]),
@@ -86,6 +86,7 @@ struct Loops {
 
 type QueriesFn = unsafe fn(&[&[f32]], f32, &mut [f32]);
 type ScoresFn = unsafe fn(&[f32], &Keys<'_>, &mut [f32]);
+type SoftmaxFn = unsafe fn(&[(usize, usize)], Option<f32>, &mut [f32], &mut [f32], usize);
 type WeighFn = unsafe fn(&[f32], &Values<'_>, Range<usize>, usize, &mut [f32]);
 type WeighSomeFn = unsafe fn(&[f32], &Values<'_>, Range<usize>, &[(usize, usize)], &mut [f32]);
 
