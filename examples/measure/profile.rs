@@ -11,7 +11,7 @@ use loquat::batch::{Batch, BatchLimits};
 use loquat::engine::EngineParts;
 use loquat::model::{ModelLimits, Transformer, Want};
 use loquat::sched::ContinuousBatching;
-use loquat::weights::no_progress;
+use loquat::weights::{Panels, no_progress};
 use loquat::{BlockCopy, BlockId, Engine, EngineConfig, FormatId, LoadError, MemoryPlan, ModelFiles, RunError};
 use serde_json::{Value, json};
 use std::io::Write;
@@ -263,6 +263,10 @@ impl Backend for Timed {
 
     fn weight_bytes(&self, format: FormatId, rows: usize, columns: usize) -> u64 {
         self.cpu.weight_bytes(format, rows, columns)
+    }
+
+    fn panels_bytes(&self, format: FormatId, rows: usize, columns: usize, panels: &Panels) -> Option<u64> {
+        self.cpu.panels_bytes(format, rows, columns, panels)
     }
 
     fn kv_bytes(&self, shape: &KvShape) -> u64 {
