@@ -19,7 +19,7 @@ mod dot;
 
 use super::{Job, LinearFns, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant, Zero};
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant};
 use core::arch::x86_64::*;
 use core::ops::Range;
 #[cfg(test)]
