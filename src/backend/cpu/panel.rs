@@ -103,8 +103,10 @@ pub(super) trait Quant: 'static {
     const BRAIN: bool = false;
 
     /// Kernels multiply signed bytes: the table's, or those that lose their zero-point by a flipped bit.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     const SIGNED: bool = Self::TABLE.is_some() || matches!(Self::ZERO, Zero::Top);
     /// So many products of pairs add up in an i16: of the largest byte that kernels multiply, and 127.
+    #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
     const FIT: usize = {
         let largest = match Self::TABLE {
             Some(table) => {
