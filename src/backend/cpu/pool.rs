@@ -58,6 +58,7 @@ impl Pool {
             job: UnsafeCell::new(None),
             panic: Mutex::new(None),
             stop: AtomicBool::new(false),
+            started: AtomicUsize::new(0),
             spins,
         });
         let workers = Vec::with_capacity(threads.max(1) - 1);
@@ -66,6 +67,10 @@ impl Pool {
             let shared = pool.shared.clone();
             let worker = thread::Builder::new().name(format!("loquat-{id}")).spawn(move || work(&shared, id))?;
             pool.workers.push(worker);
+        }
+        // What a thread allocates as it starts belongs here, not in the first steps; loom has enough orders without.
+        while !cfg!(loom) && pool.shared.started.load(Ordering::Acquire) < pool.workers.len() {
+            thread::yield_now();
         }
         Ok(pool)
     }
@@ -261,6 +266,7 @@ struct Shared {
     job: UnsafeCell<Option<*const Job>>,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     stop: AtomicBool,
+    started: AtomicUsize,
     spins: u32,
 }
 
@@ -272,6 +278,7 @@ unsafe impl Send for Shared {}
 fn work(s: &Shared, id: usize) {
     // A thread starts with its maker's control word.
     let _env = FloatEnv::enter();
+    s.started.fetch_add(1, Ordering::Release);
     let mut seen = 0;
     loop {
         let mut n = 0;

@@ -192,7 +192,7 @@ fn iq4_xs(n: usize, from: &[u8], to: &mut [u8]) {
 
 fn mxfp4(n: usize, from: &[u8], to: &mut [u8]) {
     let scale = u16::from_le_bytes([from[2 * n], from[2 * n + 1]]);
-    to[0] = if scale < 0x0080 { (scale >> 6) as u8 } else { (scale >> 7) as u8 + 1 };
+    to[0] = if scale < 0x0080 { (scale >> 6) as u8 } else { ((scale >> 7) as u8).wrapping_add(1) };
     nibble_lines(n, &from[64..], &mut to[1..]);
 }
 
