@@ -73,7 +73,8 @@ impl Cell {
     fn tables(&self) -> (Vec<Vec<BlockId>>, usize) {
         let (shared, own) = (self.shared / BLOCK, self.own.div_ceil(BLOCK));
         let blocks = shared + self.seqs * own;
-        let step = (37..).step_by(2).find(|step| (2..=*step).all(|d| step % d != 0 || blocks % d != 0)).expect("a prime");
+        let step =
+            (37..).step_by(2).find(|step| (2..=*step).all(|d| step % d != 0 || !blocks.is_multiple_of(d))).expect("a prime");
         let at = |i: usize| BlockId((i * step % blocks) as u32);
         let table = |seq: usize| (0..shared).chain(shared + seq * own..shared + (seq + 1) * own).map(at).collect();
         ((0..self.seqs).map(table).collect(), blocks)

@@ -142,12 +142,15 @@ impl Profile {
     }
 }
 
+/// Name, calls and milliseconds a step, share, GB/s and Gop/s where they mean something.
+type Row = (&'static str, f64, f64, f64, Option<f64>, Option<f64>);
+
 /// A profile that is complete.
 pub(crate) struct Report(Tallies);
 
 impl Report {
-    /// Name, calls and milliseconds a step, share, GB/s and Gop/s where they mean something; the rest last.
-    fn rows(&self) -> Vec<(&'static str, f64, f64, f64, Option<f64>, Option<f64>)> {
+    /// What was timed, and the rest last.
+    fn rows(&self) -> Vec<Row> {
         let Tallies { ops, steps, whole, .. } = &self.0;
         let (steps, whole) = ((*steps).max(1) as f64, whole.as_secs_f64().max(1e-12));
         let known: f64 = ops.iter().map(|t| t.time.as_secs_f64()).sum();

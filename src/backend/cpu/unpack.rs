@@ -39,7 +39,8 @@ pub fn unpack(tensor: &str, format: FormatId, rows: usize, columns: usize, panel
     let (blocks, block) = (columns / panel.block_len, format.block_bytes());
     let bytes = rows.div_ceil(LANES).checked_mul(blocks).and_then(|n| n.checked_mul(panel.bytes));
     let row_bytes = blocks * block;
-    let size = rows.checked_mul(row_bytes).filter(|_| bytes == Some(panels.bytes.len()) && columns % panel.block_len == 0);
+    let size =
+        rows.checked_mul(row_bytes).filter(|_| bytes == Some(panels.bytes.len()) && columns.is_multiple_of(panel.block_len));
     let Some(size) = size.filter(|&size| size > 0) else {
         let expected = format!("panels of {rows} by {columns} values of {format}");
         return Err(LoadError::malformed(format!("tensor {tensor}"), "data", expected, format!("{} bytes", panels.bytes.len())));

@@ -209,7 +209,7 @@ impl ModelFiles {
     pub fn verify(&self) -> Result<(), LoadError> {
         let Some(packed) = &self.packed else { return Ok(()) };
         packed.check_sums()?;
-        inventory(self)?.visit(&mut Verify(&**packed))?;
+        inventory(self)?.visit(&mut Verify(packed))?;
         Ok(())
     }
 }

@@ -32,7 +32,7 @@ fn emulated(a: f32, b: f32, c: f32) -> f32 {
     let inexact = u64::from(e.abs() > 0.0);
     // One less where the rounding went away from zero.
     let away = inexact & (s.to_bits() ^ e.to_bits()) >> 63;
-    f64::from_bits(s.to_bits() - away | inexact) as f32
+    f64::from_bits((s.to_bits() - away) | inexact) as f32
 }
 
 #[cfg(test)]
