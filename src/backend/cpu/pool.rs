@@ -298,11 +298,11 @@ fn work(s: &Shared, id: usize) {
             }
             gate = s.gate.load(Ordering::Acquire);
         }
-        // Ordered by the gate.
-        if s.stop.load(Ordering::Relaxed) {
-            return;
-        }
         let entered = loop {
+            // Of each epoch that is seen, as it may be the last. Ordered by the gate.
+            if s.stop.load(Ordering::Relaxed) {
+                return;
+            }
             seen = gate >> EPOCH;
             if gate & OPEN == 0 {
                 break false;
