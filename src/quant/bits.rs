@@ -2,7 +2,7 @@
 #![forbid(unsafe_code)]
 
 /// The 16 levels of the IQ4 formats.
-pub(super) const IQ4_LEVELS: [f32; 16] =
+pub(crate) const IQ4_LEVELS: [f32; 16] =
     [-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0];
 
 /// A block's output as an array, so that the loops over it need no bounds checks.

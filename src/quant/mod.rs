@@ -8,6 +8,8 @@
 //! fused multiply-add), and a written block decodes to finite numbers only.
 #![forbid(unsafe_code)]
 
+pub(crate) use bits::IQ4_LEVELS;
+
 use crate::dtype::FormatId;
 pub use crate::error::QuantError;
 

@@ -9,7 +9,8 @@
 //!
 //! `init` is what an integer sum starts from: the bits of [`MAGIC`] less zero-point times the sum of q. The sum then reads as
 //! the f32 `MAGIC + dot`, exactly (|dot| < 2^22), and a fused multiply-add takes `MAGIC` out again: no conversion from
-//! integers. For plain weights a tile is `[k][R]` f32, which for one row is the row itself.
+//! integers. For plain weights a tile is `[k][R]` f32, which for one row is the row itself. A tier's kernels may lay a block's
+//! words out otherwise (`simd/linear/avx2.rs`): they alone read what the tier's `quantize` wrote.
 #![forbid(unsafe_code)]
 
 /// 1.5 * 2^23: an f32 whose last bit is worth 1, with 22 bits of room on both sides.

@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 use crate::dtype::FormatId;
+use crate::quant::IQ4_LEVELS;
 use half::{bf16, f16};
 
 /// The number of the layout below, for files that hold it. Another layout is another number, and needs a way back from this one:
@@ -435,8 +436,15 @@ macro_rules! tables {
     };
 }
 
-/// IQ4's levels, as in [`crate::quant`].
-const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
+/// IQ4's levels, which are whole.
+const IQ4: [i8; 16] = {
+    let (mut levels, mut i) = ([0; 16], 0);
+    while i < 16 {
+        levels[i] = IQ4_LEVELS[i] as i8;
+        i += 1;
+    }
+    levels
+};
 /// E2M1, doubled.
 const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 

@@ -237,7 +237,7 @@ impl Rest {
     const STALL: Duration = Duration::from_micros(400);
 
     /// True while there is one.
-    fn goes_on(&mut self, now: impl Fn() -> Instant) -> bool {
+    fn goes_on(&self, now: impl Fn() -> Instant) -> bool {
         self.until.is_some_and(|until| now() < until)
     }
 
@@ -427,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_who_does_not_come() {
+    fn every_index_once_whoever_comes() {
         let pool = Pool::new(3).unwrap();
         // The caller alone is done before the workers have woken, or not: either way, all indices once.
         for _ in 0..1000 {

@@ -17,10 +17,11 @@
 
 mod dot;
 
-use super::{Job, LinearFns, Rows, Tile, ahead};
+use super::{Job, LinearFns, PANEL_BYTES, Rows, Tile, ahead};
 use crate::backend::cpu::acts::{MAGIC, MAGIC_BITS, WORDS, put_head, scales};
-use crate::backend::cpu::panel::{IQ4NL, IQ4XS, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant};
+use crate::backend::cpu::panel::{IQ4NL, IQ4XS, LANES, MXFP4, Min, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Quant};
 use core::arch::x86_64::*;
+use core::mem::MaybeUninit;
 use core::ops::Range;
 #[cfg(test)]
 use dot::Emulated;
@@ -244,28 +245,30 @@ unsafe fn plain_job<const F: u8>(job: &Job<'_>) {
     assert!(job.w.len() == job.blocks * stride, "whole blocks");
     // SAFETY: the weights are there, as asserted; the rest is passed on.
     unsafe {
-        if F != F32 && job.tiles.len() >= 3 && job.blocks <= SPREAD {
-            let mut spread = Spread([0.0; 32 * SPREAD]);
+        if F != F32 && job.tiles.len() >= SPREAD_FROM {
+            assert!(job.blocks <= SPREAD, "a K slice fits");
+            let mut room = Spread(MaybeUninit::uninit());
+            let to: *mut f32 = room.0.as_mut_ptr().cast();
             for k in 0..job.blocks {
                 for quarter in 0..4 {
-                    _mm256_store_ps(
-                        spread.0.as_mut_ptr().add(32 * k + 8 * quarter),
-                        weights::<F>(job.w.as_ptr().add(stride * k), quarter),
-                    );
+                    _mm256_store_ps(to.add(32 * k + 8 * quarter), weights::<F>(job.w.as_ptr().add(stride * k), quarter));
                 }
             }
-            plain_tiles::<F32>(job, spread.0.as_ptr().cast(), false);
+            plain_tiles::<F32>(job, to.cast(), false);
         } else {
             plain_tiles::<F>(job, job.w.as_ptr(), true);
         }
     }
 }
 
-/// k that are widened at once, where several tiles go over them: 24 KiB.
-const SPREAD: usize = 192;
+/// From this many tiles on, half precision is widened once instead of in every tile.
+const SPREAD_FROM: usize = 3;
+/// k of a slice that several tiles go over.
+const SPREAD: usize = PANEL_BYTES / (4 * LANES);
 
+/// Room for a slice's weights, widened.
 #[repr(C, align(64))]
-struct Spread([f32; 32 * SPREAD]);
+struct Spread(MaybeUninit<[f32; LANES * SPREAD]>);
 
 /// # Safety
 /// As [`LinearFns::panel`]; the weights are at `w`.
